@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import math
 import mmap
@@ -122,12 +121,8 @@ def publish(
 
 def temporary_name() -> str:
     """A new name for an unfinished file: `.tmp-<process id>_<start of the process>-<random>`."""
-    return f"{TEMP_PREFIX}{_process_name(os.getpid())}-{secrets.token_hex(6)}"
-
-
-@functools.lru_cache(4)
-def _process_name(pid: int) -> str:
-    return f"{pid}_{process_start(pid)}"
+    pid = os.getpid()
+    return f"{TEMP_PREFIX}{pid}_{process_start(pid)}-{secrets.token_hex(6)}"
 
 
 def process_start(pid: int) -> str:
@@ -443,12 +438,12 @@ class Container:
     dtypes: Mapping[str, str]
     """safetensors dtype names; BF16 arrays appear as uint16 in `arrays`, because numpy has no bfloat16."""
     meta: Any
-    sums: Mapping[str, str]
-    """Checksum of each tensor; `rows:<n>:<checksum>` where segments of n rows are summed in the tensor beside it too."""
+    sums: Mapping[str, tuple[int | None, str]]
+    """Of each tensor the checksum, and before it the rows of a segment, where segments are summed in the tensor beside it too."""
 
     def check_rows(self, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check the rows start, start + step, … below stop of one tensor, and nothing else where it is summed by segments."""
-        per, recorded = _recorded(self.sums.get(name, ""))
+        per, recorded = self.sums.get(name, (None, ""))
         data = _bytes_of(self.arrays[name])
         if per is None:
             if xxhash.xxh3_128_hexdigest(data) != recorded:
@@ -566,7 +561,7 @@ def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
     segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
     # Sums first: the others are compared with them.
     for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):
-        if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
+        if verify or (segmented and container.sums.get(name, (None, ""))[0] is None):
             container.check_rows(name)
     return container
 
@@ -598,13 +593,8 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
         # Not by orjson: it reads an integer of more than 64 bits, such as a digest, as a float.
         ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
-        if not (
-            isinstance(recorded, str)
-            and len(recorded) == 32
-            and isinstance(ours["sums"], dict)
-            and "meta" in ours
-            and all(isinstance(v, str) and _SUM.fullmatch(v) for v in ours["sums"].values())
-        ):
+        ours["sums"] = {name: _recorded(text) for name, text in ours["sums"].items()}
+        if not isinstance(recorded, str) or len(recorded) != 32 or "meta" not in ours:
             raise ValueError("malformed metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileCorrupt(
@@ -640,9 +630,11 @@ def _layout(path: Path, entries: Mapping[str, Any], size: int) -> list[tuple[str
 
 
 def _recorded(text: str) -> tuple[int | None, str]:
-    """Rows per segment, where there are segments, and the sum of the whole."""
+    """Rows per segment, where there are segments, and the sum of the whole; ValueError or TypeError if it is no checksum."""
     match = _SUM.fullmatch(text)
-    return (int(match[1]) if match[1] else None, match[2]) if match else (None, "")
+    if match is None:
+        raise ValueError("malformed checksum")
+    return (int(match[1]) if match[1] else None, match[2])
 
 
 def _segment_sums(array: np.ndarray, rows: int) -> np.ndarray:

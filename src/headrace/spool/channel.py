@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from headrace.errors import FileCorrupt, StorageError
+from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import make_inside, publish, quarantine, read_json, read_regular
 from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FORMATS
@@ -58,9 +58,9 @@ class Channel:
         suffix: str = ".safetensors",
         foreign: bool = False,
     ) -> None:
-        """ValueError if no split can have this name. `foreign`: another program makes the files, in the timestamped `.pt` layout."""
+        """ConfigError if no split can have this name. `foreign`: another program makes the files, in the timestamped `.pt` layout."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", split):
-            raise ValueError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
+            raise ConfigError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
         self.folder, self.split, self.part, self.parts = folder, split, part, parts
         self.suffix, self.foreign = suffix, foreign
         below = Path(split) if parts == 1 else Path(split) / f"part-{part:03d}"
@@ -71,7 +71,7 @@ class Channel:
 
     @classmethod
     def of_spool(cls, folder: SpoolFolder, meta: Mapping[str, Any], split: str, part: int) -> Self:
-        """A channel of the spool that `meta` describes; ValueError if no split can have this name."""
+        """A channel of the spool that `meta` describes; ConfigError if no split can have this name."""
         ours = meta.get("headrace")
         if not ours:  # the timestamped .pt layout
             return cls(folder, split, part, suffix=".pt", foreign=True)

@@ -163,24 +163,21 @@ class DataProviderBase:
             _log_to_stderr()
         self.open(splits)
         made = 0
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
             self.on_start()
-            try:
-                while not self._stop.is_set() and (max_files is None or made < max_files):
-                    try:
-                        work = self._take(splits)
-                        if work is None:
-                            if self._complete(splits):
-                                break
-                            work = self._wait_for_work(splits)
-                        made += work is not None and self._make(work)
-                        self._no_room_since = None
-                    except StorageError as error:
-                        self._wait_for_room(error)
-            finally:
-                self.on_stop()
-        finally:
-            self.close()
+            stack.callback(self.on_stop)
+            while not self._stop.is_set() and (max_files is None or made < max_files):
+                try:
+                    work = self._take(splits)
+                    if work is None:
+                        if self._complete(splits):
+                            break
+                        work = self._wait_for_work(splits)
+                    made += work is not None and self._make(work)
+                    self._no_room_since = None
+                except StorageError as error:
+                    self._wait_for_room(error)
         return made
 
     def stop(self) -> None:

@@ -84,17 +84,14 @@ class Retention:
     def starting_point(self, split: str, parts: int, *, again: bool = False) -> dict[str, Any]:
         """The position at which a consumer without a state begins: the commit point or, with ack="consume", the first file that was not begun.
         `again`: the same consumer reads the split again, so files that it has begun count too."""
-        point: dict[str, Any] = self._folder.commit_points().get(split) or {
-            "g": 0,
-            "at": [[0, 0]] * parts,
-            "start": [0] * parts,
-        }
+        beginning = {"g": 0, "at": [[0, 0]] * parts, "start": [0] * parts}
+        point: dict[str, Any] = self._folder.commit_points().get(split) or beginning
         if self._ack == "consume" and not again:
             seq, row = self._begun(split)
             if seq > point["at"][0][0]:
                 point = {"g": row, "at": [[seq, 0]], "start": [row]}
             self.move_commit({split: point})
-        return {"g": point["g"], "at": [list(pair) for pair in point["at"]], "start": list(point["start"])}
+        return point
 
     def _taken(self, split: str) -> Path:
         return self._folder.state / f"taken-{split}"

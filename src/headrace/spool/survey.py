@@ -38,7 +38,7 @@ def _channels(path: Path) -> Iterator[Channel]:
         for part in range(parts_of(meta, split)):
             try:
                 yield Channel.of_spool(folder, meta, split, part)
-            except ValueError as error:
+            except ConfigError as error:
                 raise ConfigError(f"{queue / split} does not belong into a spool: {error}") from error
 
 

@@ -31,6 +31,7 @@ from headrace.spool.folder import patiently
 from headrace.spool.meta import CIRCULAR_SPLITS
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.rows import Stripe
+from headrace.spool.settings import ConsumerSettings
 
 
 class FileChecker:
@@ -41,16 +42,16 @@ class FileChecker:
         meta: Mapping[str, Any],
         stripe: Stripe,
         lock: RankLock,
+        settings: ConsumerSettings,
         *,
-        patience: float,
-        deadline: float,
         on_bad: Callable[[str], None],
         writable: bool,
     ) -> None:
-        """`patience`: seconds to wait for the verdict of another rank. `deadline`: seconds to wait for space on the disk. `on_bad`: gets a sentence
-        for every file that was set aside. `writable`: whether the trainer may write to the arrays of a file; the file does not change."""
+        """`on_bad`: gets a sentence for every file that was set aside. `writable`: whether the trainer may write to the arrays of a file; the file
+        does not change."""
         self._meta, self._stripe, self._lock = meta, stripe, lock
-        self._patience, self._deadline, self._on_bad, self._writable = patience, deadline, on_bad, writable
+        self._patience, self._deadline = settings.verdict_patience, settings.deadline
+        self._on_bad, self._writable = on_bad, writable
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
 
