@@ -23,6 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -88,8 +89,6 @@ class DatasetConsumer:
         )  # fmt: skip
         self.data_dir = self.settings.data_dir
         self._meter = meter if meter is not None else default_meter()
-        self.meta = read_meta(self.data_dir)
-        """What the spool holds: the checked meta.json, or the meta.pkl of a folder that has no meta.json."""
         if settings.batch_size is not None:
             self.set_batch_size(settings.batch_size)
         elif "batch_size" in self.meta:
@@ -112,6 +111,11 @@ class DatasetConsumer:
             for sentence in disk.warnings:
                 self._journal.disk_warning(sentence)
             self._queue = RankQueue(settings, self.meta, self._journal, self._meter, copy=self.copy)
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        """What the spool holds: the checked meta.json, or the meta.pkl of a folder that has no meta.json."""
+        return read_meta(self.data_dir)
 
     # ----------------------------------------------------------------------------------------- batches
 
