@@ -39,7 +39,7 @@ from headrace.spool.records import read_record, read_sealed, reserve_record, wri
 
 _FOLDERS = ("queue", "claims", "verdicts", "quarantine")
 _BYTES_PER_PART = 96
-"""Room for one part in a record of commit points or read positions."""
+"""Room for one part in the record of commit points."""
 T = TypeVar("T")
 
 
@@ -157,9 +157,9 @@ class SpoolFolder:
             if lead is not None and v["world_size"] == lead["world_size"] and v["rank"] < v["world_size"]
         ]
 
-    def reserve_read_position(self, rank: int, parts: int = 1) -> None:
+    def reserve_read_position(self, rank: int) -> None:
         """Make the record in which a rank writes its position."""
-        reserve_record(self._read(rank), {"splits": {}}, size=parts * _BYTES_PER_PART, durable=READ_POSITION)
+        reserve_record(self._read(rank), {"splits": {}}, durable=READ_POSITION)
 
     def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
         """Overwrite the older position of a rank."""

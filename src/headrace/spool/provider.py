@@ -319,32 +319,30 @@ class DataProviderBase:
         """Files of a split that are there and not read yet."""
         return sum(channel.files_from(channel.read_position()) for channel in self.channels(split))
 
-    def _wanted(self, split: str, part: int) -> range:
-        if split in CIRCULAR_SPLITS:
+    def _wanted(self, channel: Channel) -> range:
+        if channel.split in CIRCULAR_SPLITS:
             return range(self.val_files)
-        channel = self._channel(split, part)
         return range(channel.commit_point(), channel.read_position() + self.settings.max_backlog_files)
 
     def _missing(self, splits: Sequence[str]) -> list[tuple[int, Channel, int]]:
         """(files ahead of the slowest rank, channel, number) of each file that is wanted and not there, the most urgent first."""
         found: list[tuple[int, Channel, int]] = []
-        for split in splits:
-            for channel in self.channels(split):
-                wanted = self._wanted(split, channel.part)
-                missing = [seq for seq in wanted if channel.find(seq) is None]
-                if split in CIRCULAR_SPLITS:
-                    found += [(seq, channel, seq) for seq in missing]
-                    continue
-                # A commit comes before the deletion: a file that was deleted since the listing lies below the commit point read now.
-                commit = channel.commit_point() if missing else 0
-                possible = [seq for seq in missing if seq - commit < self.settings.max_retained]
-                if missing and not possible:
-                    raise ConfigError(
-                        f"{self.data_dir} holds {self.settings.max_retained:,} files of {split} since the last commit, and max_retained allows no more. "
-                        "Call consumer.commit(state) after each checkpoint, or raise max_retained"
-                    )
-                read = wanted.stop - self.settings.max_backlog_files
-                found += [(seq - read, channel, seq) for seq in possible if seq >= commit]
+        for channel in (channel for split in splits for channel in self.channels(split)):
+            wanted = self._wanted(channel)
+            missing = [seq for seq in wanted if channel.find(seq) is None]
+            if channel.split in CIRCULAR_SPLITS:
+                found += [(seq, channel, seq) for seq in missing]
+                continue
+            # A commit comes before the deletion: a file that was deleted since the listing lies below the commit point read now.
+            commit = channel.commit_point() if missing else 0
+            possible = [seq for seq in missing if seq - commit < self.settings.max_retained]
+            if missing and not possible:
+                raise ConfigError(
+                    f"{self.data_dir} holds {self.settings.max_retained:,} files of {channel.split} since the last commit, and max_retained allows no "
+                    "more. Call consumer.commit(state) after each checkpoint, or raise max_retained"
+                )
+            read = wanted.stop - self.settings.max_backlog_files
+            found += [(seq - read, channel, seq) for seq in possible if seq >= commit]
         return sorted(found, key=lambda entry: (entry[0], entry[2]))
 
     def _take(self, splits: Sequence[str]) -> _Work | None:

@@ -115,14 +115,14 @@ class Retention:
         patiently(what, write, deadline=self._deadline, hidden=False)
 
     def finished(self, split: str, seq: int, end: int) -> None:
-        """All rows of file `seq`, which ends at row `end`, were delivered. In the background thread."""
+        """All rows of file `seq`, which ends at row `end`, were delivered: write the position in the background, or commit the file and delete it."""
         if self._ack == "commit":
             self.write_position_later()
         else:
             self._background.later(partial(self._commit_delivered, split, seq, end))
 
     def _commit_delivered(self, split: str, seq: int, end: int) -> None:
-        """Commit a file that was delivered, then delete it. If the disk does not allow it the task is tried again; other work goes on meanwhile."""
+        """Commit a file that was delivered. If the disk does not allow it the task is tried again; other work goes on meanwhile."""
         self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)
         self.write_position()
 
