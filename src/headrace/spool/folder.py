@@ -40,6 +40,8 @@ from headrace.spool.records import read_record, read_sealed, reserve_record, wri
 _FOLDERS = ("queue", "claims", "verdicts", "quarantine")
 _BYTES_PER_PART = 96
 """Room for one part in the record of commit points."""
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Errors of a file system that has no hard links, or of a folder in which this user can make none."""
 T = TypeVar("T")
 
 
@@ -211,15 +213,7 @@ def _check_exclusive_link(folder: Path) -> None:
                 f"{folder} lies on a file system where link overwrites, and a spool needs exclusive links: give the spool another folder"
             )
     except OSError as error:
-        if error.errno in (
-            errno.EPERM,
-            errno.EACCES,
-            errno.ENOTSUP,
-            errno.EOPNOTSUPP,
-            errno.ENOSYS,
-            errno.EMLINK,
-            errno.EXDEV,
-        ):
+        if error.errno in _NO_LINKS:
             raise ConfigError(
                 f"{folder} cannot be written, or its file system has no hard links ({error.strerror}): give the spool another folder"
             ) from error

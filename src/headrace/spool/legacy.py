@@ -66,16 +66,10 @@ class LegacyReader:
     def read(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch of `batch_size` samples. `advance` counts it as delivered."""
         arrays = self._file(self.seq)
-        rows = len(arrays["x"])
-        have = min(batch_size, rows - self.row)
-        world, rank = self.stripe.world_size, self.stripe.rank
-        if have == batch_size:
-            out = {name: array[self.row + rank : self.row + have : world].copy() for name, array in arrays.items()}
-        else:
-            own = [self.row + i % have for i in range(rank, batch_size, world)]
-            out = {name: array[own] for name, array in arrays.items()}
+        have = min(batch_size, len(arrays["x"]) - self.row)
+        own = [self.row + i % have for i in range(self.stripe.rank, batch_size, self.stripe.world_size)]
         self._read = (have, batch_size)
-        return out
+        return {name: array[own] for name, array in arrays.items()}
 
     def advance(self) -> None:
         """Count the batch that was read last as delivered."""

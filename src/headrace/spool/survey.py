@@ -140,16 +140,12 @@ def verify(path: Path) -> tuple[int, list[dict[str, Any]]]:
             if not e.is_dir(follow_symlinks=False)
         ]
     for split, parts in describe(path)["splits"].items():
-        findings += [
-            {
-                "split": split,
-                "part": entry["part"],
-                "seq": seq,
-                "problem": _why_missing(channels[split, entry["part"]], seq),
-            }
-            for entry in parts
-            for seq in entry["gaps"]
-        ]
+        for entry in parts:
+            part, channel = entry["part"], channels[split, entry["part"]]
+            findings += [
+                {"split": split, "part": part, "seq": seq, "problem": _why_missing(channel, seq)}
+                for seq in entry["gaps"]
+            ]
     return checked, findings
 
 
