@@ -130,7 +130,7 @@ class Channel:
                 os.unlink(path)
             raise
         if not circular and seq < self.commit_point():
-            # It is never read. If it cannot be removed now, the next start of a consumer removes it.
+            # It is never read. If it cannot be removed now, a consumer removes it at its next commit or start.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             return "late"
@@ -246,15 +246,13 @@ class Channel:
             os.unlink(self.claims / f"{seq:012d}")
 
     def leftovers(self, below: int) -> list[int]:
-        """Numbers below `below` that still have a file, claim or verdict, because a crash came between commit and deletion."""
-        found = set(self.present())
-        for folder in (self.claims, self.verdicts):
-            found |= {int(name) for name in names_in(folder) if name.isdecimal()}
+        """Numbers below `below` that still have a file, claim or verdict."""
+        found = {*self.present(), *_numbers_in(self.claims), *_numbers_in(self.verdicts)}
         return sorted(seq for seq in found if seq < below)
 
     def unjudged(self) -> int:
         """How many files have no verdict yet. Lists two folders."""
-        return len(set(self.present()) - {int(name) for name in names_in(self.verdicts) if name.isdecimal()})
+        return len(set(self.present()) - _numbers_in(self.verdicts))
 
     def quarantined(self) -> list[dict[str, str]]:
         """The files set aside, with their reasons."""
@@ -267,3 +265,8 @@ class Channel:
                 reason = str(read_json(self.bad / f"{name}.reason.json")["reason"])[:2000]
             found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})
         return found
+
+
+def _numbers_in(folder: Path) -> set[int]:
+    """The files that a folder has claims or verdicts of."""
+    return {int(name) for name in names_in(folder) if name.isdecimal()}

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import FileCorrupt
+from headrace.errors import FileCorrupt, StorageError
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 from headrace.runtime.background import BackgroundThread
 from headrace.spool.channel import Channel
@@ -166,7 +166,7 @@ class Retention:
                     there = channel.find(old) is not None
                     try:
                         channel.delete(old, self._archive)
-                    except OSError as error:
+                    except (OSError, StorageError) as error:
                         problem = error
                         continue
                     if there:
