@@ -37,8 +37,8 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("spool/provider.py", "        return range(channel.commit_point(),", "        return range(max(channel.present(), default=-1) + 1,"),
         ("spool/provider.py", "commit = channel.commit_point() if missing else 0", "commit = 0"),
         ("spool/channel.py", "        return max(self.commit_point(), min(", "        return max(*(n + 1 for n in self.present()), 0, 0 * min("),
-        ("spool/channel.py", "        if not circular and seq < self.commit_point():\n            return \"late\"\n        try:", "        try:"),
-        ("spool/channel.py", "        if not circular and seq < self.commit_point():\n            # It is never read.", "        if False:\n            # It is never read."),
+        ("spool/channel.py", "        if not self.circular and seq < self.commit_point():\n            return \"late\"\n        try:", "        try:"),
+        ("spool/channel.py", "        if not self.circular and seq < self.commit_point():\n            # It is never read.", "        if False:\n            # It is never read."),
     ),
     "a failed fsync is tried again": (
         ("files.py", "                os.fsync(fd)\n        finally:", "                try:\n                    os.fsync(fd)\n                except OSError:\n                    os.fsync(fd)\n        finally:"),

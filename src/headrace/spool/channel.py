@@ -29,7 +29,7 @@ from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FORMATS
 from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
 from headrace.spool.folder import SpoolFolder, names_in
-from headrace.spool.meta import parts_of
+from headrace.spool.meta import CIRCULAR_SPLITS, parts_of
 from headrace.spool.records import read_sealed, seal
 
 _OURS = re.compile(rf"(\d{{12,18}})\.({'|'.join(FORMATS)})")
@@ -62,7 +62,7 @@ class Channel:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", split):
             raise ConfigError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
         self.folder, self.split, self.part, self.parts = folder, split, part, parts
-        self.suffix, self.foreign = suffix, foreign
+        self.suffix, self.foreign, self.circular = suffix, foreign, split in CIRCULAR_SPLITS
         below = Path(split) if parts == 1 else Path(split) / f"part-{part:03d}"
         self.queue, self.claims, self.verdicts, self.bad, self.archive = (
             folder.path / name / below for name in ("queue", "claims", "verdicts", "quarantine", "archives")
@@ -115,10 +115,10 @@ class Channel:
         """How many files there are from number `seq` on."""
         return sum(number >= seq for number in self.present())
 
-    def publish(self, seq: int, write: Callable[[Path], None], *, circular: bool = False) -> Published:
+    def publish(self, seq: int, write: Callable[[Path], None]) -> Published:
         """Call `write(path)`, which publishes file `seq`, unless the file is there or below the commit point. Circular splits have none."""
         path = self.path(seq)
-        if not circular and seq < self.commit_point():
+        if not self.circular and seq < self.commit_point():
             return "late"
         try:
             write(path)
@@ -129,7 +129,7 @@ class Channel:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise
-        if not circular and seq < self.commit_point():
+        if not self.circular and seq < self.commit_point():
             # It is never read. If it cannot be removed now, a consumer removes it at its next commit or start.
             with contextlib.suppress(OSError):
                 os.unlink(path)

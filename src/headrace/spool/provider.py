@@ -320,7 +320,7 @@ class DataProviderBase:
         return sum(channel.files_from(channel.read_position()) for channel in self.channels(split))
 
     def _wanted(self, channel: Channel) -> range:
-        if channel.split in CIRCULAR_SPLITS:
+        if channel.circular:
             return range(self.val_files)
         return range(channel.commit_point(), channel.read_position() + self.settings.max_backlog_files)
 
@@ -330,7 +330,7 @@ class DataProviderBase:
         for channel in (channel for split in splits for channel in self.channels(split)):
             wanted = self._wanted(channel)
             missing = [seq for seq in wanted if channel.find(seq) is None]
-            if channel.split in CIRCULAR_SPLITS:
+            if channel.circular:
                 found += [(seq, channel, seq) for seq in missing]
                 continue
             # A commit comes before the deletion: a file that was deleted since the listing lies below the commit point read now.
@@ -430,7 +430,7 @@ class DataProviderBase:
         # Ranks write a verdict on every file before they can commit one.
         verdicts = sum(c.unjudged() for c in self._channels.values()) + 1
         # A file that a consumer waits for may use the kept space: without it the consumer frees none either.
-        waited_for = channel.split in CIRCULAR_SPLITS or seq <= channel.read_position()
+        waited_for = channel.circular or seq <= channel.read_position()
         sentence = f"no room for file {channel.path(seq).name} in {self.data_dir}"
         room(self.data_dir).require(size, verdicts, waited_for, sentence)
 
@@ -445,17 +445,14 @@ class DataProviderBase:
         began = time.perf_counter()
         header, arrays = self._content(channel, seq)
         made = time.perf_counter()
-        outcome = channel.publish(
-            seq,
-            lambda path: write_batch_file(path, header, arrays, durable=self.settings.durable),
-            circular=channel.split in CIRCULAR_SPLITS,
-        )
+        durable = self.settings.durable
+        outcome = channel.publish(seq, lambda path: write_batch_file(path, header, arrays, durable=durable))
         if self.settings.verbose:
             written, size = time.perf_counter(), sum(array.nbytes for array in arrays.values())
             self._notify(
                 f"{channel} {seq}: {header.rows:,} rows, {size:,} bytes; {made - began:.3f} s to make, {written - made:.3f} s to write"
             )
-        if outcome == "published" and not self.settings.durable:
+        if outcome == "published" and not durable:
             self._sync = self._sync or BackgroundThread("spool-sync", on_error=self._notify, meter=self._meter)
             self._sync.later(partial(sync_file, channel.path(seq), self._notify, self._meter))
         return outcome

@@ -28,7 +28,6 @@ from headrace.runtime.prefetch import NotReady
 from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
 from headrace.spool.channel import Channel, Verdict
 from headrace.spool.folder import patiently
-from headrace.spool.meta import CIRCULAR_SPLITS
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.rows import Stripe
 from headrace.spool.settings import ConsumerSettings
@@ -59,7 +58,7 @@ class FileChecker:
         """Open, judge and check file `seq`, which has to begin at row `start` of the part; NotReady names what is missing."""
         self._lock.require()
         key = (channel.split, channel.part, seq)
-        mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
+        mine = seq % self._stripe.world_size == self._stripe.rank or channel.circular
         verdict, path = channel.verdict(seq), channel.find(seq)
         if path is None:
             self._seen.pop(key, None)
@@ -131,7 +130,7 @@ class FileChecker:
             raise DataError(
                 f"{path} was made for job {header.job}, this spool is {ours['job']}: another provider wrote into it. Remove the file"
             )
-        if ours and channel.split not in CIRCULAR_SPLITS and header.first != start:
+        if ours and not channel.circular and header.first != start:
             raise DataError(
                 f"{path} begins at row {header.first:,} of its part, the files before it end at {start:,}: files of two spools were mixed"
             )
