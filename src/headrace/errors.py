@@ -42,6 +42,17 @@ class ConfigError(HeadraceError):
         return type(self), (self.problems,)
 
 
+class _Counted(Exception):
+    """Adds to an error the short name it is counted under, its `cause`."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        self.cause = cause
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
+
+
 class DataError(HeadraceError):
     """A file, a shard or a row cannot be used. The message names it."""
 
@@ -50,15 +61,8 @@ class DataChanged(DataError):
     """Bytes differ from what was recorded when they were first read."""
 
 
-class RolloutRefused(DataError):
-    """A rollout cannot become training samples. `cause` is the short name it is counted under."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        self.cause = cause
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.cause, str(self))
+class RolloutRefused(_Counted, DataError):
+    """A rollout cannot become training samples."""
 
 
 class TokenizerError(HeadraceError):
@@ -92,15 +96,8 @@ class EngineDied(WorkerDied):
     """An inference engine does not answer: no fault of the rollouts that asked it, so the run ends and can be resumed."""
 
 
-class EnvironmentFailed(HeadraceError):
-    """An environment raised in a process of its own. `cause` is the name of its error, under which the failure is counted."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        self.cause = cause
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.cause, str(self))
+class EnvironmentFailed(_Counted, HeadraceError):
+    """An environment raised in a process of its own. `cause` is the name of its error."""
 
 
 class WeightsNotTaken(HeadraceError):

@@ -24,9 +24,7 @@ and touches no other (`Container.check_rows`). The sums of the segments are a te
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
-import functools
 import json
 import math
 import mmap
@@ -68,28 +66,12 @@ _NAME_OF = {np.dtype(v).str: k for k, v in SAFETENSORS_DTYPES.items() if k != "B
 # ---------------------------------------------------------------------------------------------- publish
 
 
-class Durability(enum.Enum):
-    """When a published file is fsynced, and so what a power cut may take. A process that is killed takes nothing in any case."""
-
-    SYNCED = "synced"
-    """File and folder, before `publish` returns: the file survives a power cut."""
-    DEFERRED = "deferred"
-    """Shortly after, by a background thread: a power cut may tear the last files. For data that can be made again."""
-    UNSYNCED = "unsynced"
-    """When the kernel writes it, within about half a minute. For files that can be made again, or whose older version will do."""
-
-    @classmethod
-    def of(cls, durable: Durability | bool) -> Durability:
-        """True is SYNCED, False is UNSYNCED."""
-        return durable if isinstance(durable, Durability) else cls.SYNCED if durable else cls.UNSYNCED
-
-
 def publish(
     path: Path,
     parts: bytes | Iterable[bytes | memoryview],
     *,
     replace: bool = False,
-    durable: Durability | bool = True,
+    durable: bool = True,
 ) -> None:
     """Make `path` appear with all of `parts` in it. StorageError if that fails; then `path` is as it was.
 
@@ -97,9 +79,9 @@ def publish(
         path: The file. Its folder has to exist.
         parts: The content, in order.
         replace: Take the place of an existing file in one step. Otherwise a path that exists raises FileExistsError.
-        durable: Unless True or SYNCED, fsync is left to the caller or the kernel.
+        durable: fsync file and folder before returning, so that the file survives a power cut. False leaves it to the kernel, which writes the
+            file within about half a minute: for files that can be made again. A process that is killed takes nothing in either case.
     """
-    durable = Durability.of(durable) is Durability.SYNCED
     folder = path.parent
     published = False
     temp = folder / temporary_name()
@@ -121,10 +103,8 @@ def publish(
         if durable:
             sync_folder(folder)
     except FileExistsError:
-        _unlink_quietly(temp)
         raise
     except OSError as error:
-        _unlink_quietly(temp)
         if published:
             raise StorageError(
                 f"{path} was written whole, but its folder could not be synced ({error.strerror or error}): it may be gone after a "
@@ -134,19 +114,15 @@ def publish(
             f"could not write {path}: {error.strerror or error}. Nothing was published; free space or fix the folder "
             "and run again."
         ) from error
-    except BaseException:
-        _unlink_quietly(temp)
-        raise
+    finally:
+        if not published:
+            _unlink_quietly(temp)
 
 
 def temporary_name() -> str:
     """A new name for an unfinished file: `.tmp-<process id>_<start of the process>-<random>`."""
-    return f"{TEMP_PREFIX}{_process_name(os.getpid())}-{secrets.token_hex(6)}"
-
-
-@functools.lru_cache(4)
-def _process_name(pid: int) -> str:
-    return f"{pid}_{process_start(pid)}"
+    pid = os.getpid()
+    return f"{TEMP_PREFIX}{pid}_{process_start(pid)}-{secrets.token_hex(6)}"
 
 
 def process_start(pid: int) -> str:
@@ -175,12 +151,10 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def sweep_temporaries(folder: Path) -> int:
-    """Remove the unfinished files of dead writers; return how many there were. Only for a folder that has one writer."""
-    left = [p for p in folder.iterdir() if p.name.startswith(TEMP_PREFIX)]
-    for path in left:
+def sweep_temporaries(folder: Path) -> None:
+    """Remove the unfinished files of dead writers. Only for a folder that has one writer."""
+    for path in folder.glob(f"{TEMP_PREFIX}*"):
         _unlink_quietly(path)
-    return len(left)
 
 
 def quarantine(path: Path, reason: str, folder: Path | None = None, about: Mapping[str, Any] | None = None) -> Path:
@@ -464,12 +438,12 @@ class Container:
     dtypes: Mapping[str, str]
     """safetensors dtype names; BF16 arrays appear as uint16 in `arrays`, because numpy has no bfloat16."""
     meta: Any
-    sums: Mapping[str, str]
-    """Checksum of each tensor; `rows:<n>:<checksum>` where segments of n rows are summed in the tensor beside it too."""
+    sums: Mapping[str, tuple[int | None, str]]
+    """Of each tensor the checksum, and before it the rows of a segment, where segments are summed in the tensor beside it too."""
 
     def check_rows(self, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check the rows start, start + step, … below stop of one tensor, and nothing else where it is summed by segments."""
-        per, recorded = _recorded(self.sums.get(name, ""))
+        per, recorded = self.sums.get(name, (None, ""))
         data = _bytes_of(self.arrays[name])
         if per is None:
             if xxhash.xxh3_128_hexdigest(data) != recorded:
@@ -500,7 +474,7 @@ def write_container(
     dtypes: Mapping[str, str] | None = None,
     segments: Mapping[str, int] | None = None,
     replace: bool = False,
-    durable: Durability | bool = True,
+    durable: bool = True,
 ) -> None:
     """Publish named arrays and a JSON value as one checked safetensors file.
 
@@ -587,7 +561,7 @@ def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
     segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
     # Sums first: the others are compared with them.
     for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):
-        if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
+        if verify or (segmented and container.sums.get(name, (None, ""))[0] is None):
             container.check_rows(name)
     return container
 
@@ -619,13 +593,8 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
         # Not by orjson: it reads an integer of more than 64 bits, such as a digest, as a float.
         ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
-        if not (
-            isinstance(recorded, str)
-            and len(recorded) == 32
-            and isinstance(ours["sums"], dict)
-            and "meta" in ours
-            and all(isinstance(v, str) and _SUM.fullmatch(v) for v in ours["sums"].values())
-        ):
+        ours["sums"] = {name: _recorded(text) for name, text in ours["sums"].items()}
+        if not isinstance(recorded, str) or len(recorded) != 32 or "meta" not in ours:
             raise ValueError("malformed metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileCorrupt(
@@ -661,9 +630,11 @@ def _layout(path: Path, entries: Mapping[str, Any], size: int) -> list[tuple[str
 
 
 def _recorded(text: str) -> tuple[int | None, str]:
-    """Rows per segment, where there are segments, and the sum of the whole."""
+    """Rows per segment, where there are segments, and the sum of the whole; ValueError or TypeError if it is no checksum."""
     match = _SUM.fullmatch(text)
-    return (int(match[1]) if match[1] else None, match[2]) if match else (None, "")
+    if match is None:
+        raise ValueError("malformed checksum")
+    return (int(match[1]) if match[1] else None, match[2])
 
 
 def _segment_sums(array: np.ndarray, rows: int) -> np.ndarray:

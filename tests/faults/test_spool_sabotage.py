@@ -21,7 +21,7 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "no fsync of the folder": (("files.py", "        if durable:\n            sync_folder(folder)\n", ""),),
     "no checksum": (("files.py", "!= sums[segment]:", "!= sums[segment] and False:"),),
     "delete before commit": (
-        ("spool/retention.py", 'self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)', "self._delete_later(split, 0, range(seq, seq + 1))"),
+        ("spool/retention.py", 'self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)', "self._channel(split, 0).delete(seq)"),
     ),
     "cursor at produce": (
         ("spool/reader.py", 'return {"g": self.position, "at": at,',
@@ -37,8 +37,8 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("spool/provider.py", "        return range(channel.commit_point(),", "        return range(max(channel.present(), default=-1) + 1,"),
         ("spool/provider.py", "commit = channel.commit_point() if missing else 0", "commit = 0"),
         ("spool/channel.py", "        return max(self.commit_point(), min(", "        return max(*(n + 1 for n in self.present()), 0, 0 * min("),
-        ("spool/channel.py", "        if not circular and seq < self.commit_point():\n            return \"late\"\n        try:", "        try:"),
-        ("spool/channel.py", "        if not circular and seq < self.commit_point():\n            # It is never read.", "        if False:\n            # It is never read."),
+        ("spool/channel.py", "        if not self.circular and seq < self.commit_point():\n            return \"late\"\n        try:", "        try:"),
+        ("spool/channel.py", "        if not self.circular and seq < self.commit_point():\n            # It is never read.", "        if False:\n            # It is never read."),
     ),
     "a failed fsync is tried again": (
         ("files.py", "                os.fsync(fd)\n        finally:", "                try:\n                    os.fsync(fd)\n                except OSError:\n                    os.fsync(fd)\n        finally:"),
@@ -46,7 +46,7 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "os.replace": (("files.py", "            os.link(temp, path)\n            os.unlink(temp)\n", "            os.replace(temp, path)\n"),),
     "no verdict": (
         ("spool/verdicts.py", "        if verdict is None and not mine and time.monotonic() - since <= self._patience:", "        if False:"),
-        ("spool/verdicts.py", "verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)", "verdict = Verdict(good=not problem, reason=problem)"),
+        ("spool/verdicts.py", "verdict = decide(lambda: channel.judge(seq, problem))", "verdict = Verdict(good=not problem, reason=problem)"),
     ),
 }  # fmt: skip
 

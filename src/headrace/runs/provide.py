@@ -123,12 +123,11 @@ def provide_text(
     provider = provider_of(Job(config), join=join, force_regenerate=force_regenerate, take=take, report=report)
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
-    splits = provider.splits if isinstance(provider, LabelledTextProvider) else ("train",)
     with stop_signals(lambda _: provider.stop()):
-        provider.open(splits)
+        provider.open()
         if ready is not None:
             ready(provider)
-        return provider.run(splits, max_files=max_files)
+        return provider.run(max_files=max_files)
 
 
 def _stop_at_eof(stop: Callable[[], None]) -> None:

@@ -1,8 +1,7 @@
 """A background thread that runs what the trainer's thread must not wait for.
 
     thread = BackgroundThread("spool", on_error=report)
-    thread.post(call)                   run `call` soon, without waking the thread
-    thread.later(task, "position")      run `task`; while it fails, again with growing pauses
+    thread.later(task, "position")      run `task` soon; while it fails, again with growing pauses
     thread.drain(5.0)                   wait until all of it is done
 
 **The trainer's thread wakes no other thread.** To wake a thread costs the waker 50 us, and milliseconds where the kernel puts the woken thread on
@@ -14,10 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from headrace.errors import WorkerDied
 from headrace.metrics import Meter, Wait
@@ -27,17 +24,13 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 _FIRST_RETRY, _LAST_RETRY = 0.05, 5.0
 """Seconds before a failed task is tried again: doubled with every failure, up to the second."""
 
-Progress = Literal["made", "full", "missing"]
-"""What a source did when it was polled: made an item, had room for none, or found that it cannot make the next one yet."""
-
 
 @dataclass(slots=True, eq=False)
 class _Task:
     call: Callable[[], None]
     name: str
-    at: float
-    """Not before this moment (time.monotonic)."""
-    sooner_if_missed: bool
+    at: float = 0.0
+    """Not before this moment (time.monotonic). Set when the task has failed."""
     running: bool = False
     retry_pause: float = _FIRST_RETRY
 
@@ -57,46 +50,34 @@ class BackgroundThread:
         self._idle_wait, self._drain_wait = f"{room}.idle", f"{room}.drain"
         self.changed = threading.Condition()
         """Notified when an item or a task is done, and by `wake`."""
-        self._sources: list[Callable[[], Progress]] = []
-        self._posted: deque[Callable[[], None]] = deque()
+        self._sources: list[Callable[[], bool]] = []
         self._tasks: list[_Task] = []
         self._failures = 0
         self._called = self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add_source(self, poll: Callable[[], Progress]) -> None:
-        """Poll a source of prefetched items from now on."""
+    def add_source(self, poll: Callable[[], bool]) -> None:
+        """Poll a source of prefetched items from now on. `poll` returns whether it made an item."""
         with self.changed:
             self._sources.append(poll)
         self.wake()
 
-    def remove_source(self, poll: Callable[[], Progress]) -> None:
+    def remove_source(self, poll: Callable[[], bool]) -> None:
         """Stop polling a source. A poll that is under way is not interrupted."""
         with self.changed:
             self._sources.remove(poll)
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Run `call` at the next poll."""
-        self._posted.append(call)
-        if self._thread is None:
-            self.wake()
+    def later(self, task: Callable[[], None], name: str = "") -> None:
+        """Run `task` at one of the next polls. An error is reported, and the task is tried again after a pause.
 
-    def later(
-        self, task: Callable[[], None], name: str = "", *, at: float = 0.0, sooner_if_missed: bool = False
-    ) -> None:
-        """Run `task`. An error is reported, and the task is tried again after a pause.
-
-        Args:
-            task: The call.
-            name: If a task of this name is waiting to run, `task` is not added. Empty: it always is.
-            at: The task does not run before this moment (time.monotonic).
-            sooner_if_missed: It runs before `at` if a source finds its next item missing.
+        `name`: if a task of this name is waiting to run, `task` is not added. Empty: it always is.
         """
         with self.changed:
             if name and any(waiting.name == name and not waiting.running for waiting in self._tasks):
                 return
-            self._tasks.append(_Task(task, name, at, sooner_if_missed))
-        self.wake()
+            self._tasks.append(_Task(task, name))
+        if self._thread is None:
+            self.wake()
 
     def wake(self) -> None:
         """Poll now. Called by a thread that is about to wait for a result."""
@@ -113,14 +94,12 @@ class BackgroundThread:
             raise WorkerDied(f"the background thread {self._name} is gone while {what} was waited for")
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all posted calls and tasks are done; False if they were not in time, or failed twice meanwhile."""
+        """Wait until all tasks are done; False if they were not in time, or failed twice meanwhile."""
         with Wait(self._drain_wait, deadline=timeout, meter=self._meter) as wait, self.changed:
             failures = self._failures
-            for task in self._tasks:
-                task.at = 0.0 if task.sooner_if_missed else task.at
             self._called = True
             self.changed.notify_all()
-            while (self._posted or self._tasks) and self._thread is not None:
+            while self._tasks and self._thread is not None:
                 if wait.expired() or self._failures >= failures + 2:
                     return False
                 self.changed.wait(min(0.1, wait.remaining()))
@@ -142,10 +121,8 @@ class BackgroundThread:
         while not self._closed:
             with self.changed:
                 self._called = False  # before the poll: a call from now on is heard after it
-            posted = self._run_posted()
-            states = [poll() for poll in tuple(self._sources)]
-            ran = self._run_task("missing" in states)
-            if posted or ran or "made" in states:
+            made = [poll() for poll in tuple(self._sources)]
+            if self._run_task() or any(made):
                 pause = _SHORTEST_PAUSE
                 continue
             with Wait(self._idle_wait, hidden=True, meter=self._meter), self.changed:
@@ -156,37 +133,27 @@ class BackgroundThread:
         now = time.monotonic()
         return max(0.0, min([pause, *(task.at - now for task in self._tasks)]))
 
-    def _run_posted(self) -> bool:
-        ran = bool(self._posted)
-        while self._posted:
-            self._attempt(self._posted[0])
-            self._posted.popleft()  # only now, so that `drain` waits for it
-        return ran
-
-    def _run_task(self, missing: bool) -> bool:
+    def _run_task(self) -> bool:
         """Run the first task that is due; whether it succeeded."""
         with self.changed:
             now = time.monotonic()
-            due = (task for task in self._tasks if task.at <= now or (missing and task.sooner_if_missed))
-            task = next(due, None)
+            task = next((task for task in self._tasks if task.at <= now), None)
             if task is None:
                 return False
             task.running = True
-        done = self._attempt(task.call)
-        with self.changed:
-            if done:
-                self._tasks.remove(task)
-            else:
-                task.running, task.sooner_if_missed, task.at = False, False, time.monotonic() + task.retry_pause
-                task.retry_pause = min(2 * task.retry_pause, _LAST_RETRY)
-            self.changed.notify_all()
-        return done
-
-    def _attempt(self, call: Callable[[], None]) -> bool:
         try:
-            call()
-        except Exception as error:  # a full disk, no permission: a task is tried again, other work goes on
-            self._failures += 1
+            task.call()
+        except Exception as error:  # a full disk, no permission: the task is tried again, other work goes on
             self._on_error(f"{type(error).__name__}: {error}")
-            return False
-        return True
+            failed = True
+        else:
+            failed = False
+        with self.changed:
+            if failed:
+                self._failures += 1
+                task.running, task.at = False, time.monotonic() + task.retry_pause
+                task.retry_pause = min(2 * task.retry_pause, _LAST_RETRY)
+            else:
+                self._tasks.remove(task)
+            self.changed.notify_all()
+        return not failed

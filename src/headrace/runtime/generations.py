@@ -91,12 +91,12 @@ class Generations:
                 f"the run went back and saves {self.name} {number}; the checkpoint of {self.name} {later} was moved to {went}"
             )
         write_container(path, arrays, meta, dtypes=dtypes, replace=path.exists())
-        self._remove(self.numbers()[: -self.keep])
+        for old in map(self.path, self.numbers()[: -self.keep]):
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:  # the new generation is safe: report it, and go on
+                self._report(f"checkpoint {old} is no longer needed and could not be removed: {error.strerror}")
         return path
-
-    def remove(self) -> None:
-        """Remove all generations."""
-        self._remove(self.numbers())
 
     def newest(
         self, read: Callable[[Container], T | None], *, damage: tuple[type[Exception], ...] = (FileCorrupt,)
@@ -133,10 +133,3 @@ class Generations:
                 f"none of the {len(damaged)} checkpoints in {self.folder} verifies ({reasons}). {self._remedy}"
             )
         return None
-
-    def _remove(self, numbers: list[int]) -> None:
-        for path in map(self.path, numbers):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:  # the new generation is safe: report it, and go on
-                self._report(f"checkpoint {path} is no longer needed and could not be removed: {error.strerror}")

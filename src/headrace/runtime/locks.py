@@ -51,7 +51,7 @@ class ExclusiveLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 lock = cls(path, fd)
                 if lock.valid():
-                    lock.renew(owner)
+                    lock._write_holder(owner)
                     return lock
                 os.close(fd)  # the file was removed between the two calls
             except BlockingIOError:
@@ -103,8 +103,7 @@ class ExclusiveLock:
             advice = f"{advice}. It is this process that has it open: close() it"
         raise ConfigError(f"{in_use} {holder}: {advice}")
 
-    def renew(self, owner: str) -> None:
-        """Write the holder's line again. A process that waits for the lock takes a changed line as a sign that the holder is alive."""
+    def _write_holder(self, owner: str) -> None:
         text = f"{owner}, process" if owner else "process"
         line = f"{text} {os.getpid()} on {platform.node()}\n".encode()
         # Written before the rest is cut off: on a full disk, a block that was given back may not come again.

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from headrace.errors import EndOfData
 from headrace.metrics import Meter, Wait
-from headrace.runtime.background import BackgroundThread, Progress
+from headrace.runtime.background import BackgroundThread
 
 T = TypeVar("T")
 _CHECK_EVERY = 0.5
@@ -127,33 +127,34 @@ class Prefetch(Generic[T]):
     def _waits_for(self, reason: tuple[str, str]) -> bool:
         return not (self._ready or self._error is not None or self._ended) and self._reason[0] == reason[0]
 
-    def _poll(self) -> Progress:
-        """Make one item, if there is room for it. In the background thread."""
+    def _poll(self) -> bool:
+        """Make one item, if there is room for it; whether it was made. In the background thread."""
         if not self._making.acquire(blocking=False):
-            return "full"
+            return False
         before = self._reason[0]
         try:
             idle = self._closed or self._ended or self._error is not None or len(self._ready) >= self._depth
-            progress: Progress = "full" if idle else self._make()
+            made = not idle and self._make()
         finally:
             self._making.release()
-        if progress == "made" or self._reason[0] != before:
+        if made or self._reason[0] != before:
             with self._thread.changed:
                 self._thread.changed.notify_all()
-        return progress
+        return made
 
-    def _make(self) -> Progress:
+    def _make(self) -> bool:
+        """Make the next item, the end or an error; False while it cannot be made."""
         try:
             item = self._make_next()
         except NotReady as missing:
             self._reason = (missing.wait_name, missing.remedy)
-            return "missing"
+            return False
         except Exception as error:
             self._error = error
-            return "made"
+            return True
         self._reason = self._being_made
         if item is None:
             self._ended = True
         elif not self._closed:
             self._ready.append(item)
-        return "made"
+        return True

@@ -26,7 +26,6 @@ def retry(
     first_pause: float = 0.01,
     longest_pause: float = 1.0,
     hidden: bool = True,
-    on_retry: Callable[[], object] = lambda: None,
     gave_up: Callable[[Exception, int, float], Exception] = lambda error, tries, seconds: error,
 ) -> T:
     """The result of `call`, which is tried again with growing pauses while `passes` says that its error may pass.
@@ -44,7 +43,6 @@ def retry(
         first_pause: Seconds between the first two tries; doubled with every further one.
         longest_pause: Seconds between two tries at most.
         hidden: Whether a background thread waits, and no trainer.
-        on_retry: Called before every further try.
         gave_up: Makes the error to raise in the end from the last error, the number of tries and the seconds they took.
     """
     begin, tries, pause = time.monotonic(), 0, first_pause
@@ -62,7 +60,6 @@ def retry(
                 wait = stack.enter_context(Wait(wait_name, deadline=left, hidden=hidden, remedy=f"{doing}: {problem}"))
             if tries == most_tries or wait.expired():
                 break
-            on_retry()
             time.sleep(min(pause, wait.remaining()))
             pause = min(2 * pause, longest_pause)
     final = gave_up(problem, tries, time.monotonic() - begin)

@@ -31,7 +31,7 @@ import xxhash
 
 from headrace.batch import DTYPES, OFFSETS, BatchSpec, numpy_dtype
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import Container, Durability, open_container, publish, unreadable, write_container
+from headrace.files import open_container, publish, unreadable, write_container
 
 if TYPE_CHECKING:
     import torch
@@ -141,24 +141,20 @@ class BatchFile:
 # -------------------------------------------------------------------------------------------------- write
 
 
-def write_batch_file(
-    path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], *, durable: Durability | bool = True
-) -> None:
+def write_batch_file(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], *, durable: bool = True) -> None:
     """Publish a file; FileExistsError if there is one.
 
     Args:
         path: Where the file goes. Its suffix decides the format.
         header: Which rows it holds.
         arrays: The rows, by field; a ragged field has a second array `<name>_offsets`.
-        durable: Whether the file survives a power cut (`headrace.files.Durability`).
+        durable: Whether the file survives a power cut.
     """
     header.schema.check(arrays, header.rows)
     _format_of(path).write(path, header, arrays, durable)
 
 
-def _write_safetensors(
-    path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: Durability | bool
-) -> None:
+def _write_safetensors(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: bool) -> None:
     dtypes = {f.name: DTYPES[f.dtype] for f in header.schema}
     segments = {
         f.name: max(1, SEGMENT_BYTES // max(1, arrays[f.name].nbytes // header.rows))
@@ -168,7 +164,7 @@ def _write_safetensors(
     write_container(path, arrays, header.to_json(), dtypes=dtypes, segments=segments, durable=durable)
 
 
-def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: Durability | bool) -> None:
+def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: bool) -> None:
     import io
 
     import torch
@@ -248,20 +244,16 @@ def _open_safetensors(path: Path, split: str, seq: int | None, private: bool) ->
     container = open_container(path, verify=False, private=private, follow=False)
     try:
         header = FileHeader.from_json(container.meta)
-        _check_layout(header, container)
+        header.schema.check(
+            {name: array for name, array in container.arrays.items() if name.isidentifier()}, header.rows
+        )
+        for field in header.schema:
+            stored = container.dtypes[field.name]
+            if stored != DTYPES[field.dtype]:
+                raise ValueError(f"{field.name!r} is stored as {stored}, its schema says {field.dtype}")
     except (ValueError, KeyError, TypeError, DataError) as error:
         raise FileCorrupt(f"{path} is not a file of this spool, or is damaged: {error}") from error
     return BatchFile(path, header, container.arrays, container.check_rows)
-
-
-def _check_layout(header: FileHeader, container: Container) -> None:
-    arrays = {name: array for name, array in container.arrays.items() if name.isidentifier()}
-    header.schema.check(arrays, header.rows)
-    for field in header.schema:
-        if container.dtypes[field.name] != DTYPES[field.dtype]:
-            raise ValueError(
-                f"{field.name!r} is stored as {container.dtypes[field.name]}, its schema says {field.dtype}"
-            )
 
 
 def _open_pt(path: Path, split: str, seq: int | None, private: bool) -> BatchFile:
@@ -375,14 +367,10 @@ def tensor_array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def tensor_dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 class FileFormat(NamedTuple):
     """How files of one suffix are written and opened."""
 
-    write: Callable[[Path, FileHeader, Mapping[str, np.ndarray], Durability | bool], None]
+    write: Callable[[Path, FileHeader, Mapping[str, np.ndarray], bool], None]
     open: Callable[[Path, str, int | None, bool], BatchFile]
 
 

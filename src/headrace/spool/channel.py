@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from headrace.errors import FileCorrupt, StorageError
+from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import make_inside, publish, quarantine, read_json, read_regular
 from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FORMATS
 from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
 from headrace.spool.folder import SpoolFolder, names_in
-from headrace.spool.meta import parts_of
+from headrace.spool.meta import CIRCULAR_SPLITS, parts_of
 from headrace.spool.records import read_sealed, seal
 
 _OURS = re.compile(rf"(\d{{12,18}})\.({'|'.join(FORMATS)})")
@@ -58,11 +58,11 @@ class Channel:
         suffix: str = ".safetensors",
         foreign: bool = False,
     ) -> None:
-        """ValueError if no split can have this name. `foreign`: another program makes the files, in the timestamped `.pt` layout."""
+        """ConfigError if no split can have this name. `foreign`: another program makes the files, in the timestamped `.pt` layout."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", split):
-            raise ValueError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
+            raise ConfigError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
         self.folder, self.split, self.part, self.parts = folder, split, part, parts
-        self.suffix, self.foreign = suffix, foreign
+        self.suffix, self.foreign, self.circular = suffix, foreign, split in CIRCULAR_SPLITS
         below = Path(split) if parts == 1 else Path(split) / f"part-{part:03d}"
         self.queue, self.claims, self.verdicts, self.bad, self.archive = (
             folder.path / name / below for name in ("queue", "claims", "verdicts", "quarantine", "archives")
@@ -71,7 +71,7 @@ class Channel:
 
     @classmethod
     def of_spool(cls, folder: SpoolFolder, meta: Mapping[str, Any], split: str, part: int) -> Self:
-        """A channel of the spool that `meta` describes; ValueError if no split can have this name."""
+        """A channel of the spool that `meta` describes; ConfigError if no split can have this name."""
         ours = meta.get("headrace")
         if not ours:  # the timestamped .pt layout
             return cls(folder, split, part, suffix=".pt", foreign=True)
@@ -115,10 +115,10 @@ class Channel:
         """How many files there are from number `seq` on."""
         return sum(number >= seq for number in self.present())
 
-    def publish(self, seq: int, write: Callable[[Path], None], *, circular: bool = False) -> Published:
+    def publish(self, seq: int, write: Callable[[Path], None]) -> Published:
         """Call `write(path)`, which publishes file `seq`, unless the file is there or below the commit point. Circular splits have none."""
         path = self.path(seq)
-        if not circular and seq < self.commit_point():
+        if not self.circular and seq < self.commit_point():
             return "late"
         try:
             write(path)
@@ -129,8 +129,8 @@ class Channel:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise
-        if not circular and seq < self.commit_point():
-            # It is never read. If it cannot be removed now, the next start of a consumer removes it.
+        if not self.circular and seq < self.commit_point():
+            # It is never read. If it cannot be removed now, a consumer removes it at its next commit or start.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             return "late"
@@ -216,6 +216,8 @@ class Channel:
             return quarantine(path, reason, self.bad, {"split": self.split})
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StorageError(f"{path} could not be set aside: {error.strerror or error}") from error
 
     def clear_verdict(self, seq: int) -> None:
         """Remove the verdict about a file that is gone, before the file is made again."""
@@ -244,15 +246,13 @@ class Channel:
             os.unlink(self.claims / f"{seq:012d}")
 
     def leftovers(self, below: int) -> list[int]:
-        """Numbers below `below` that still have a file, claim or verdict, because a crash came between commit and deletion."""
-        found = set(self.present())
-        for folder in (self.claims, self.verdicts):
-            found |= {int(name) for name in names_in(folder) if name.isdecimal()}
+        """Numbers below `below` that still have a file, claim or verdict."""
+        found = {*self.present(), *_numbers_in(self.claims), *_numbers_in(self.verdicts)}
         return sorted(seq for seq in found if seq < below)
 
     def unjudged(self) -> int:
         """How many files have no verdict yet. Lists two folders."""
-        return len(set(self.present()) - {int(name) for name in names_in(self.verdicts) if name.isdecimal()})
+        return len(set(self.present()) - _numbers_in(self.verdicts))
 
     def quarantined(self) -> list[dict[str, str]]:
         """The files set aside, with their reasons."""
@@ -265,3 +265,8 @@ class Channel:
                 reason = str(read_json(self.bad / f"{name}.reason.json")["reason"])[:2000]
             found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})
         return found
+
+
+def _numbers_in(folder: Path) -> set[int]:
+    """The files that a folder has claims or verdicts of."""
+    return {int(name) for name in names_in(folder) if name.isdecimal()}

@@ -23,6 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -88,7 +89,6 @@ class DatasetConsumer:
         )  # fmt: skip
         self.data_dir = self.settings.data_dir
         self._meter = meter if meter is not None else default_meter()
-        self._meta = read_meta(self.data_dir)
         if settings.batch_size is not None:
             self.set_batch_size(settings.batch_size)
         elif "batch_size" in self.meta:
@@ -112,10 +112,10 @@ class DatasetConsumer:
                 self._journal.disk_warning(sentence)
             self._queue = RankQueue(settings, self.meta, self._journal, self._meter, copy=self.copy)
 
-    @property
+    @cached_property
     def meta(self) -> dict[str, Any]:
         """What the spool holds: the checked meta.json, or the meta.pkl of a folder that has no meta.json."""
-        return self._meta
+        return read_meta(self.data_dir)
 
     # ----------------------------------------------------------------------------------------- batches
 
@@ -166,11 +166,8 @@ class DatasetConsumer:
         """
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
             raise ConfigError(f"wait_for_data: timeout is {timeout!r}, expected seconds, 0 or more")
-        reader = self._reader(split)
-        if isinstance(reader, LegacyReader):
-            return True
         try:
-            reader.cover(self.batch_size, self.settings.deadline if timeout is None else timeout)
+            self._reader(split).cover(self.batch_size, self.settings.deadline if timeout is None else timeout)
         except EndOfData:
             return False
         except DeadlineExceeded:
@@ -181,10 +178,8 @@ class DatasetConsumer:
 
     def has_ended(self, split: str = "train") -> bool:
         """Whether a finite split was delivered to its end, by the files that are there now."""
-        reader = self._reader(split)
         try:
-            if isinstance(reader, SplitReader):
-                reader.cover(self.batch_size, 0.0)
+            self._reader(split).cover(self.batch_size, 0.0)
         except EndOfData:
             return True
         except DeadlineExceeded:
@@ -205,11 +200,11 @@ class DatasetConsumer:
 
     def schema(self, split: str = "train") -> BatchSpec:
         """Return the fields of a batch."""
-        reader = self._reader(split) if self._queue is None else None
-        if isinstance(reader, LegacyReader):  # the schema is known once the first file is open
-            reader.prefetch()
-            return BatchSpec(reader.schema)
-        return BatchSpec.from_json(self.meta["batch_schema"])
+        if self._queue is not None:
+            return BatchSpec.from_json(self.meta["batch_schema"])
+        reader = self._reader(split)
+        reader.cover(self.batch_size, 0.0)  # the schema of a legacy folder is known once a file is open
+        return reader.schema
 
     def stats(self) -> dict[str, Any]:
         """Counters, and per split where reading stands and how many files lie ahead."""

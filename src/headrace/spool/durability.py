@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.files import Durability, open_regular, sync_folder
+from headrace.files import open_regular, sync_folder
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 
-META = COMMIT_POINT = BAD_VERDICT = Durability.SYNCED
-GOOD_VERDICT = READ_POSITION = BEGUN_FILES = Durability.UNSYNCED
+META = COMMIT_POINT = BAD_VERDICT = True
+GOOD_VERDICT = READ_POSITION = BEGUN_FILES = False
+"""The argument `durable` of `files.publish` and `records.write_record`."""
 
 register(
     MetricSpec("spool/sync_failures", Reduction.SUM, unit="files", healthy=(0, 0), help="files whose sync in the background failed"),

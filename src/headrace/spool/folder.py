@@ -33,34 +33,24 @@ from typing import Any, TypeVar
 from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import TEMP_PREFIX, process_start, temporary_name
 from headrace.runtime.locks import ExclusiveLock, lock_holder
-from headrace.runtime.retry import retry as _retry
+from headrace.runtime.retry import retry
 from headrace.spool.durability import COMMIT_POINT, READ_POSITION
 from headrace.spool.records import read_record, read_sealed, reserve_record, write_record
 
 _FOLDERS = ("queue", "claims", "verdicts", "quarantine")
 _BYTES_PER_PART = 96
-"""Room for one part in a record of commit points or read positions."""
+"""Room for one part in the record of commit points."""
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Errors of a file system that has no hard links, or of a folder in which this user can make none."""
 T = TypeVar("T")
 
 
-def patiently(
-    what: str,
-    call: Callable[[], T],
-    *,
-    deadline: float,
-    hidden: bool,
-    retry: tuple[type[Exception], ...] = (StorageError,),
-) -> T:
+def patiently(what: str, call: Callable[[], T], *, deadline: float, hidden: bool = True) -> T:
     """The result of `call`, which is tried again while the disk is full or fails; the last error after `deadline` seconds. `hidden`: a background
     thread waits, and no trainer."""
-    return _retry(
-        call,
-        passes=lambda error: isinstance(error, retry),
-        wait_name="spool.disk",
-        deadline=deadline,
-        doing=what,
-        hidden=hidden,
-    )
+    return retry(
+        call, passes=lambda error: isinstance(error, StorageError), wait_name="spool.disk", deadline=deadline, doing=what, hidden=hidden
+    )  # fmt: skip
 
 
 def names_in(folder: Path) -> list[str]:
@@ -169,9 +159,9 @@ class SpoolFolder:
             if lead is not None and v["world_size"] == lead["world_size"] and v["rank"] < v["world_size"]
         ]
 
-    def reserve_read_position(self, rank: int, parts: int = 1) -> None:
+    def reserve_read_position(self, rank: int) -> None:
         """Make the record in which a rank writes its position."""
-        reserve_record(self._read(rank), {"splits": {}}, size=parts * _BYTES_PER_PART, durable=READ_POSITION)
+        reserve_record(self._read(rank), {"splits": {}}, durable=READ_POSITION)
 
     def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
         """Overwrite the older position of a rank."""
@@ -223,15 +213,7 @@ def _check_exclusive_link(folder: Path) -> None:
                 f"{folder} lies on a file system where link overwrites, and a spool needs exclusive links: give the spool another folder"
             )
     except OSError as error:
-        if error.errno in (
-            errno.EPERM,
-            errno.EACCES,
-            errno.ENOTSUP,
-            errno.EOPNOTSUPP,
-            errno.ENOSYS,
-            errno.EMLINK,
-            errno.EXDEV,
-        ):
+        if error.errno in _NO_LINKS:
             raise ConfigError(
                 f"{folder} cannot be written, or its file system has no hard links ({error.strerror}): give the spool another folder"
             ) from error

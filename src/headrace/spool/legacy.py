@@ -17,7 +17,7 @@ import numpy as np
 from headrace.batch import BatchSpec, FieldSpec
 from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.order import fingerprint_json
-from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, pt_size, tensor_dtype_name
+from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, pt_size
 from headrace.spool.rows import Stripe
 
 
@@ -52,30 +52,24 @@ class LegacyReader:
             raise ConfigError(
                 f"{folder} has neither a queue nor files named {split}_batches_*.pt: give the folder of a spool"
             )
-        self._keep = max(1, keep)
+        self._keep = keep
         self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
         self.schema: BatchSpec = BatchSpec(())
         self.seq = self.row = self.batches = self.position = 0
         self._read = (0, 0)
         """Rows of the file in the batch that was read last, and samples of the batch."""
 
-    def prefetch(self) -> None:
-        """Open the file that the next batch lies in."""
+    def cover(self, batch_size: int, deadline: float) -> None:
+        """Open the file that the next batch lies in: as `SplitReader.cover`, without a wait and without an end."""
         self._file(self.seq)
 
     def read(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch of `batch_size` samples. `advance` counts it as delivered."""
         arrays = self._file(self.seq)
-        rows = len(arrays["x"])
-        have = min(batch_size, rows - self.row)
-        world, rank = self.stripe.world_size, self.stripe.rank
-        if have == batch_size:
-            out = {name: array[self.row + rank : self.row + have : world].copy() for name, array in arrays.items()}
-        else:
-            own = [self.row + i % have for i in range(rank, batch_size, world)]
-            out = {name: array[own] for name, array in arrays.items()}
+        have = min(batch_size, len(arrays["x"]) - self.row)
+        own = [self.row + i % have for i in range(self.stripe.rank, batch_size, self.stripe.world_size)]
         self._read = (have, batch_size)
-        return out
+        return {name: array[own] for name, array in arrays.items()}
 
     def advance(self) -> None:
         """Count the batch that was read last as delivered."""
@@ -106,7 +100,7 @@ class LegacyReader:
                 f"{path} has {len(arrays['x'])} rows of x and {len(arrays['y'])} of y; both need the same, and at least one"
             )
         schema = BatchSpec(
-            FieldSpec(name, tensor_dtype_name(loaded[name]), tuple(arrays[name].shape[1:]), role)
+            FieldSpec(name, str(loaded[name].dtype).removeprefix("torch."), tuple(arrays[name].shape[1:]), role)
             for name, role in (("x", "input"), ("y", "target"))
         )
         if self.schema and schema != self.schema:

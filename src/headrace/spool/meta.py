@@ -41,10 +41,10 @@ _MAX_OPCODES = 1_000_000
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def meta_problems(meta: object, *, legacy: bool = False) -> list[str]:
-    """The problems of a meta, one sentence each. `legacy`: no key is required."""
+def check_meta(meta: object, where: str, *, legacy: bool = False) -> dict[str, Any]:
+    """The meta as a plain dict; ConfigError names every problem, and its file or provider `where`. `legacy`: no key is required."""
     if not isinstance(meta, Mapping):
-        return [f"meta is a {type(meta).__name__}, expected a mapping"]
+        raise ConfigError(f"{where}: meta is a {type(meta).__name__}, expected a mapping")
     problems = [f"meta has no {key!r}" for key in _REQUIRED if key not in meta and not legacy]
     kind = meta.get("training_type")
     if "training_type" in meta and kind not in TRAINING_TYPES:
@@ -68,15 +68,8 @@ def meta_problems(meta: object, *, legacy: bool = False) -> list[str]:
     splits = meta.get("split_info", {})
     if not isinstance(splits, Mapping) or not all(isinstance(v, Mapping) for v in splits.values()):
         problems.append("split_info maps each split to its facts, such as {'train': {}, 'val': {}}")
-    return problems
-
-
-def check_meta(meta: object, where: str, *, legacy: bool = False) -> dict[str, Any]:
-    """The meta as a plain dict; ConfigError names every problem, and its file or provider `where`. `legacy`: no key is required."""
-    problems = meta_problems(meta, legacy=legacy)
     if problems:
         raise ConfigError([f"{where}: {problem}" for problem in problems])
-    assert isinstance(meta, Mapping)
     return {str(key): value for key, value in meta.items()}
 
 
@@ -87,14 +80,13 @@ def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
     """Publish meta.json and then meta.pkl in a folder. In this order, so that a meta.pkl of headrace is never alone."""
     plain = _plain(meta)
     try:
-        text = json.dumps(_keyed(plain), indent=2, ensure_ascii=False, allow_nan=False)
+        value = _keyed(plain)
+        sealed = {"checksum": _sum(value), "meta": value}
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"meta of {folder} cannot be written: {error}. It holds text, numbers, lists and mappings; turn anything else "
             "into one of these in build_meta"
         ) from error
-    value = json.loads(text)
-    sealed = {"checksum": _sum(value), "meta": value}
     raw = json.dumps(sealed, indent=2, ensure_ascii=False).encode() + b"\n"
     publish(folder / "meta.json", raw, replace=True, durable=META)
     publish(folder / "meta.pkl", pickle.dumps(plain, protocol=4), replace=True, durable=META)

@@ -34,7 +34,6 @@ import numpy as np
 
 from headrace.batch import BatchSpec, numpy_dtype
 from headrace.errors import ConfigError, StorageError
-from headrace.files import Durability
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import key
 from headrace.runtime.background import BackgroundThread
@@ -71,6 +70,10 @@ class DataProviderBase:
     """Makes the files of a spool. Override `build_meta` and `sample_batch`."""
 
     kind: ClassVar[str] = "random"
+    splits: Sequence[str] = ("train", "val")
+    """The splits that `open` and `run` fill unless others are given."""
+    parts: int = 1
+    """Parts of every split that is not circular."""
 
     def __init__(
         self,
@@ -148,43 +151,42 @@ class DataProviderBase:
 
     # ----------------------------------------------------------------------------------------------- run
 
-    def run(self, splits: Sequence[str] = ("train", "val"), *, max_files: int | None = None) -> int:
+    def run(self, splits: Sequence[str] | None = None, *, max_files: int | None = None) -> int:
         """Make files until `stop()` is called or no file will be wanted again; returns how many were made.
 
         Args:
-            splits: The splits to fill.
+            splits: The splits to fill; those of the provider unless given.
             max_files: Most files to make; unlimited unless given.
         """
+        splits = self.splits if splits is None else splits
         if self._report is None:
             _log_to_stderr()
         self.open(splits)
         made = 0
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
             self.on_start()
-            try:
-                while not self._stop.is_set() and (max_files is None or made < max_files):
-                    try:
-                        work = self._take(splits)
-                        if work is None:
-                            if self._complete(splits):
-                                break
-                            work = self._wait_for_work(splits)
-                        made += work is not None and self._make(work)
-                        self._no_room_since = None
-                    except StorageError as error:
-                        self._wait_for_room(error)
-            finally:
-                self.on_stop()
-        finally:
-            self.close()
+            stack.callback(self.on_stop)
+            while not self._stop.is_set() and (max_files is None or made < max_files):
+                try:
+                    work = self._take(splits)
+                    if work is None:
+                        if self._complete(splits):
+                            break
+                        work = self._wait_for_work(splits)
+                    made += work is not None and self._make(work)
+                    self._no_room_since = None
+                except StorageError as error:
+                    self._wait_for_room(error)
         return made
 
     def stop(self) -> None:
         """End `run` after the file it is making. May be called from a signal handler or another thread."""
         self._stop.set()
 
-    def open(self, splits: Sequence[str] = ("train", "val")) -> None:
-        """Make the folders of these splits, take the lock, write or check the meta. `run` calls it."""
+    def open(self, splits: Sequence[str] | None = None) -> None:
+        """Make the folders of these splits (those of the provider unless given), take the lock, write or check the meta. `run` calls it."""
+        splits = self.splits if splits is None else splits
         if self._lock is not None:
             return
         found = None if self.settings.force_regenerate else self.load_meta_if_exists()
@@ -233,10 +235,6 @@ class DataProviderBase:
 
     # ------------------------------------------------------------------------------------------- folders
 
-    @property
-    def parts(self) -> int:
-        return 1
-
     def channels(self, split: str) -> list[Channel]:
         """The parts of a split that this provider fills."""
         return [self._channel(split, part) for part in range(self.parts_of(split))]
@@ -266,16 +264,14 @@ class DataProviderBase:
             raise ConfigError(
                 f"{type(self).__name__}.build_meta returned {type(meta).__name__}, expected a dict of the spool's facts"
             )
-        full = {"batch_size": self.batch_size, "split_info": {"train": {}, "val": {}}, **meta}
-        for name in ("block_size", "target_size"):
-            own = getattr(self, name)
-            if own is not None:
-                full.setdefault(name, own)
-        checked = check_meta(full, f"meta of {type(self).__name__}")
+        where = f"meta of {type(self).__name__}"
+        own = {"batch_size": self.batch_size, "block_size": self.block_size, "target_size": self.target_size}
+        own = {name: value for name, value in own.items() if value is not None}
+        checked = check_meta({**own, "split_info": {"train": {}, "val": {}}, **meta}, where)
         wrong = [
-            f"meta of {type(self).__name__}: {name} is {checked[name]!r}, the provider was made with {getattr(self, name)!r}"
-            for name in ("batch_size", "block_size", "target_size")
-            if getattr(self, name) is not None and checked.get(name) != getattr(self, name)
+            f"{where}: {name} is {checked[name]!r}, the provider was made with {value!r}"
+            for name, value in own.items()
+            if checked[name] != value
         ]
         if wrong:
             raise ConfigError(wrong)
@@ -283,7 +279,7 @@ class DataProviderBase:
             "kind": self.kind, "parts": self.parts, "rows_per_file": self.rows_per_file, "seed": self.seed,
             "circular": dict.fromkeys(CIRCULAR_SPLITS, self.val_files), "format": self.settings.file_format,
         }  # fmt: skip
-        return with_job(checked, recipe, f"meta of {type(self).__name__}")
+        return with_job(checked, recipe, where)
 
     def write_meta(self, meta: Mapping[str, Any]) -> None:
         """Publish a checked meta."""
@@ -323,32 +319,30 @@ class DataProviderBase:
         """Files of a split that are there and not read yet."""
         return sum(channel.files_from(channel.read_position()) for channel in self.channels(split))
 
-    def _wanted(self, split: str, part: int) -> range:
-        if split in CIRCULAR_SPLITS:
+    def _wanted(self, channel: Channel) -> range:
+        if channel.circular:
             return range(self.val_files)
-        channel = self._channel(split, part)
         return range(channel.commit_point(), channel.read_position() + self.settings.max_backlog_files)
 
     def _missing(self, splits: Sequence[str]) -> list[tuple[int, Channel, int]]:
         """(files ahead of the slowest rank, channel, number) of each file that is wanted and not there, the most urgent first."""
         found: list[tuple[int, Channel, int]] = []
-        for split in splits:
-            for channel in self.channels(split):
-                wanted = self._wanted(split, channel.part)
-                missing = [seq for seq in wanted if channel.find(seq) is None]
-                if split in CIRCULAR_SPLITS:
-                    found += [(seq, channel, seq) for seq in missing]
-                    continue
-                # A commit comes before the deletion: a file that was deleted since the listing lies below the commit point read now.
-                commit = channel.commit_point() if missing else 0
-                possible = [seq for seq in missing if seq - commit < self.settings.max_retained]
-                if missing and not possible:
-                    raise ConfigError(
-                        f"{self.data_dir} holds {self.settings.max_retained:,} files of {split} since the last commit, and max_retained allows no more. "
-                        "Call consumer.commit(state) after each checkpoint, or raise max_retained"
-                    )
-                read = wanted.stop - self.settings.max_backlog_files
-                found += [(seq - read, channel, seq) for seq in possible if seq >= commit]
+        for channel in (channel for split in splits for channel in self.channels(split)):
+            wanted = self._wanted(channel)
+            missing = [seq for seq in wanted if channel.find(seq) is None]
+            if channel.circular:
+                found += [(seq, channel, seq) for seq in missing]
+                continue
+            # A commit comes before the deletion: a file that was deleted since the listing lies below the commit point read now.
+            commit = channel.commit_point() if missing else 0
+            possible = [seq for seq in missing if seq - commit < self.settings.max_retained]
+            if missing and not possible:
+                raise ConfigError(
+                    f"{self.data_dir} holds {self.settings.max_retained:,} files of {channel.split} since the last commit, and max_retained allows no "
+                    "more. Call consumer.commit(state) after each checkpoint, or raise max_retained"
+                )
+            read = wanted.stop - self.settings.max_backlog_files
+            found += [(seq - read, channel, seq) for seq in possible if seq >= commit]
         return sorted(found, key=lambda entry: (entry[0], entry[2]))
 
     def _take(self, splits: Sequence[str]) -> _Work | None:
@@ -436,7 +430,7 @@ class DataProviderBase:
         # Ranks write a verdict on every file before they can commit one.
         verdicts = sum(c.unjudged() for c in self._channels.values()) + 1
         # A file that a consumer waits for may use the kept space: without it the consumer frees none either.
-        waited_for = channel.split in CIRCULAR_SPLITS or seq <= channel.read_position()
+        waited_for = channel.circular or seq <= channel.read_position()
         sentence = f"no room for file {channel.path(seq).name} in {self.data_dir}"
         room(self.data_dir).require(size, verdicts, waited_for, sentence)
 
@@ -451,20 +445,16 @@ class DataProviderBase:
         began = time.perf_counter()
         header, arrays = self._content(channel, seq)
         made = time.perf_counter()
-        durability = Durability.SYNCED if self.settings.durable else Durability.DEFERRED
-        outcome = channel.publish(
-            seq,
-            lambda path: write_batch_file(path, header, arrays, durable=durability),
-            circular=channel.split in CIRCULAR_SPLITS,
-        )
+        durable = self.settings.durable
+        outcome = channel.publish(seq, lambda path: write_batch_file(path, header, arrays, durable=durable))
         if self.settings.verbose:
             written, size = time.perf_counter(), sum(array.nbytes for array in arrays.values())
             self._notify(
                 f"{channel} {seq}: {header.rows:,} rows, {size:,} bytes; {made - began:.3f} s to make, {written - made:.3f} s to write"
             )
-        if outcome == "published" and durability is Durability.DEFERRED:
+        if outcome == "published" and not durable:
             self._sync = self._sync or BackgroundThread("spool-sync", on_error=self._notify, meter=self._meter)
-            self._sync.post(partial(sync_file, channel.path(seq), self._notify, self._meter))
+            self._sync.later(partial(sync_file, channel.path(seq), self._notify, self._meter))
         return outcome
 
     def rows_of(self, split: str, seq: int) -> int:

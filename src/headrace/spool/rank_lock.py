@@ -28,7 +28,7 @@ class RankLock:
     def __init__(self, folder: SpoolFolder, rank: int, world_size: int, meter: Meter) -> None:
         self._folder, self.rank, self.world_size, self._meter = folder, rank, world_size, meter
         self._lock: ExclusiveLock | None = None
-        self._released = False
+        """None before `acquire` and after `release`."""
 
     def acquire(self) -> None:
         """Take the lock; ConfigError within a second if another consumer of this rank, or one of another world size, is reading."""
@@ -71,17 +71,16 @@ class RankLock:
                 return
 
     def _look(self) -> None:
-        if self._released:
+        if self._lock is None:
             raise HeadraceError(f"this consumer of {self._folder.path} was closed")
-        if self._lock is not None and not self._lock.valid():
+        if not self._lock.valid():
             holder = lock_holder(self._lock.path) or "no process"
             raise HeadraceError(
                 f"this consumer of {self._folder.path} lost its rank lock: {self._lock.path.name} was removed and is now held by {holder}. Start again"
             )
 
     def release(self) -> None:
-        """Release the lock. It cannot be taken again."""
-        self._released = True
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -62,9 +62,7 @@ class RankQueue:
         """Memory of gathered rows. Four files a part: one being read, two ahead, and one that a batch still refers to."""
         self.background = BackgroundThread("spool", on_error=journal.task_failed, meter=meter)
         self.lock = RankLock(self.folder, stripe.rank, stripe.world_size, meter)
-        self._checker = FileChecker(
-            meta, stripe, self.lock, patience=settings.verdict_patience, deadline=settings.deadline, on_bad=journal.file_bad, writable=not copy
-        )  # fmt: skip
+        self._checker = FileChecker(meta, stripe, self.lock, settings, on_bad=journal.file_bad, writable=not copy)
         kept_below = 1 if self._meta.get("kind") == "sequential" else 0
         self.retention = Retention(
             self.folder, self.lock, self.background, self.channel, self._positions, settings, kept_below, meter
@@ -86,10 +84,7 @@ class RankQueue:
     def channel(self, split: str, part: int) -> Channel:
         """The channel of one part; ConfigError if no split can have this name."""
         if (split, part) not in self._channels:
-            try:
-                channel = Channel.of_spool(self.folder, self._spool_meta, split, part)
-            except ValueError as error:
-                raise ConfigError(f"DatasetConsumer: {error}") from error
+            channel = Channel.of_spool(self.folder, self._spool_meta, split, part)
             make_inside(self.folder.path, str(channel.verdicts.relative_to(self.folder.path)))
             self._channels[split, part] = channel
         return self._channels[split, part]
@@ -167,19 +162,12 @@ class RankQueue:
     # --------------------------------------------------------------------------------- finished files
 
     def _finished(self, reader: SplitReader, part: PartReader, opened: OpenFile) -> None:
-        """All rows of a file were delivered: let the background thread settle and unmap it."""
-        follow = (
-            self._retire
-            if reader.circular
-            else partial(self._settle, reader.split, part.number, opened.seq, opened.end)
-        )
-        self.background.post(partial(follow, opened.file))
-
-    def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile) -> None:
-        """Write the position, or commit and delete the file. In the background thread."""
-        self.retention.finished(split, seq, end)
-        self._journal.file_read(f"{self.channel(split, part)} {seq}: read, {file.rows:,} rows")
-        self._retire(file)
+        """All rows of a file were delivered: let the background thread unmap it, log it, and move the position or delete it."""
+        self.background.later(partial(self._retire, opened.file))
+        if not reader.circular:
+            sentence = f"{self.channel(reader.split, part.number)} {opened.seq}: read, {opened.file.rows:,} rows"
+            self.background.later(partial(self._journal.file_read, sentence))
+            self.retention.finished(reader.split, opened.seq, opened.end)
 
     def _retire(self, file: BatchFile) -> None:
         """Unmap files that no batch refers to. In the background thread: the trainer would spend 1 to 3 ms of its step on a file of 32 MiB."""

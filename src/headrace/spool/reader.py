@@ -16,9 +16,10 @@ The position is one number, the global sample; the (file, row) pairs beside it s
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class PartFiles:
         write to a view, so the rows of a circular part must be gathered."""
         self._channel, self._checker, self._stripe, self._pool = channel, checker, stripe, pool
         self._seq, self._start, self._circular = seq, start, circular
-        self._keep, self._kept = keep, OrderedDict[int, BatchFile]()
+        self._open_again = lru_cache(keep)(lambda number: checker.open(channel, number, start))
         self._ended = False
         self._empty = 0
         """Number of consecutive files without rows."""
@@ -102,12 +103,7 @@ class PartFiles:
     def _next_file(self) -> BatchFile:
         if not self._circular:
             return self._checker.open(self._channel, self._seq, self._start)
-        seq = self._seq % self._circular
-        if seq not in self._kept:
-            self._kept[seq] = self._checker.open(self._channel, seq, self._start)
-            while len(self._kept) > self._keep:
-                self._kept.popitem(last=False)
-        file = self._kept[seq]
+        file = self._open_again(self._seq % self._circular)
         self._empty = self._empty + 1 if not file.rows else 0
         if self._empty > self._circular:
             raise DataError(

@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import Durability, publish, read_regular
+from headrace.files import publish, read_regular
 
 _MAX_SEALED = 4 << 20
 _BLOCK = 4096
@@ -94,23 +94,21 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return max(found, key=lambda entry: entry[0])[2]
 
 
-def reserve_record(
-    path: Path, value: Mapping[str, Any], *, size: int = _BLOCK, durable: Durability | bool = True
-) -> None:
+def reserve_record(path: Path, value: Mapping[str, Any], *, size: int = _BLOCK, durable: bool = True) -> None:
     """Make a record file that holds `value`, unless the file exists.
 
     Args:
         path: The file.
         value: The first record.
         size: Bytes that a later record may need.
-        durable: Whether the file survives a power cut (`headrace.files.Durability`).
+        durable: Whether the file survives a power cut.
     """
     if not os.path.lexists(path):
         with contextlib.suppress(FileExistsError):
             publish(path, _new_file(value, size), durable=durable)
 
 
-def write_record(path: Path, value: Mapping[str, Any], *, durable: Durability | bool) -> None:
+def write_record(path: Path, value: Mapping[str, Any], *, durable: bool) -> None:
     """Overwrite the older record of a file. StorageError if that fails; the newer record is still there then.
 
     A file that is missing, has too small slots or has no whole record is replaced by a new one. Only this needs space on the disk.
@@ -136,7 +134,7 @@ def write_record(path: Path, value: Mapping[str, Any], *, durable: Durability | 
         place = 1 - place
         if os.pwrite(fd, record.ljust(slot), place * slot) != slot:
             raise OSError("fewer bytes were written than asked for")
-        if Durability.of(durable) is Durability.SYNCED:
+        if durable:
             try:
                 os.fsync(fd)
             except OSError:

@@ -17,13 +17,12 @@ import contextlib
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import FileCorrupt
+from headrace.errors import FileCorrupt, StorageError
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 from headrace.runtime.background import BackgroundThread
 from headrace.spool.channel import Channel
@@ -32,10 +31,6 @@ from headrace.spool.folder import SpoolFolder, names_in, patiently
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.records import read_record, reserve_record, write_record
 from headrace.spool.settings import ConsumerSettings
-
-_BETWEEN_POSITIONS = 0.05
-"""Seconds between two writes of a read position: one takes 1 to 2 ms on ext4, longer than a file of small batches lasts. If a file is missing, the
-position is written at once."""
 
 _NOTHING_TAKEN = {"seq": 0, "row": 0}
 
@@ -66,9 +61,8 @@ class Retention:
         self._kept_below = kept_below
         self._meter = meter
         self.deleted = 0
-        self._writing, self._committing = threading.Lock(), threading.Lock()
-        self._next_position = 0.0
-        """When a position may be written again (time.monotonic)."""
+        self._committing = threading.Lock()
+        """The background thread commits delivered files, the trainer's thread saved states."""
 
     def recover(self) -> None:
         """Make the records of all ranks, and remove what a crash may have left: temporaries, files below the commit point, positions of
@@ -84,25 +78,20 @@ class Retention:
         if self._ack == "consume":
             for split in names_in(self._folder.path / "queue"):
                 reserve_record(self._taken(split), _NOTHING_TAKEN, durable=BEGUN_FILES)
-        for split, point in self._folder.commit_points().items():
-            for part, (seq, _) in enumerate(point["at"]):
-                for old in self._channel(split, part).leftovers(seq - self._kept_below):
-                    self._delete_later(split, part, range(old, old + 1))
+        self._folder.commit_points()  # a damaged one is refused before a batch is read
+        self._delete_later()
 
     def starting_point(self, split: str, parts: int, *, again: bool = False) -> dict[str, Any]:
         """The position at which a consumer without a state begins: the commit point or, with ack="consume", the first file that was not begun.
         `again`: the same consumer reads the split again, so files that it has begun count too."""
-        point: dict[str, Any] = self._folder.commit_points().get(split) or {
-            "g": 0,
-            "at": [[0, 0]] * parts,
-            "start": [0] * parts,
-        }
+        beginning = {"g": 0, "at": [[0, 0]] * parts, "start": [0] * parts}
+        point: dict[str, Any] = self._folder.commit_points().get(split) or beginning
         if self._ack == "consume" and not again:
             seq, row = self._begun(split)
             if seq > point["at"][0][0]:
                 point = {"g": row, "at": [[seq, 0]], "start": [row]}
             self.move_commit({split: point})
-        return {"g": point["g"], "at": [list(pair) for pair in point["at"]], "start": list(point["start"])}
+        return point
 
     def _taken(self, split: str) -> Path:
         return self._folder.state / f"taken-{split}"
@@ -126,63 +115,62 @@ class Retention:
         patiently(what, write, deadline=self._deadline, hidden=False)
 
     def finished(self, split: str, seq: int, end: int) -> None:
-        """All rows of file `seq`, which ends at row `end`, were delivered. In the background thread."""
+        """All rows of file `seq`, which ends at row `end`, were delivered: write the position in the background, or commit the file and delete it."""
         if self._ack == "commit":
-            self.write_position_later(at=self._next_position)
+            self.write_position_later()
         else:
             self._background.later(partial(self._commit_delivered, split, seq, end))
 
     def _commit_delivered(self, split: str, seq: int, end: int) -> None:
-        """Commit a file that was delivered, then delete it. If the disk does not allow it the task is tried again; other work goes on meanwhile."""
+        """Commit a file that was delivered. If the disk does not allow it the task is tried again; other work goes on meanwhile."""
         self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)
         self.write_position()
 
-    def write_position_later(self, *, at: float = 0.0) -> None:
-        """Write the read position in the background: not before `at` (time.monotonic), unless a file is missing."""
-        self._background.later(self.write_position, "read position", at=at, sooner_if_missed=True)
+    def write_position_later(self) -> None:
+        """Write the read position in the background."""
+        self._background.later(self.write_position, "read position")
 
     def write_position(self) -> None:
-        """Write the read position now."""
-        with self._writing:  # both threads write: an older position must not overwrite a newer one
-            splits = {split: {"done": done} for split, done in self._positions().items()}
-            if splits:
-                self._folder.write_read_position(self._lock.rank, self._lock.world_size, splits)
-        self._next_position = time.monotonic() + _BETWEEN_POSITIONS
+        """Write the read position now. In the background thread."""
+        splits = {split: {"done": done} for split, done in self._positions().items()}
+        if splits:
+            self._folder.write_read_position(self._lock.rank, self._lock.world_size, splits)
 
     # -------------------------------------------------------------------------------------------- commit
 
     def move_commit(self, moved: Mapping[str, Mapping[str, Any]], *, patience: float | None = None) -> None:
         """Move the commit points forward, then delete files below them. A point before the one on disk changes nothing. `patience`: the longest
         wait for a full disk, in seconds; the deadline unless given."""
-        with self._committing:  # the background thread commits delivered files, the trainer's thread saved states
-            self._move_commit(moved, self._deadline if patience is None else patience)
-
-    def _move_commit(self, moved: Mapping[str, Mapping[str, Any]], patience: float) -> None:
-        self._lock.require()
-        what = f"committing {self._folder.path}"
-        points = patiently(what, self._folder.commit_points, deadline=patience, hidden=True)
-        before = {
-            split: [pair[0] for pair in points[split]["at"]] if split in points else [0] * len(moved[split]["at"])
-            for split in moved
-        }
-        forward = {s: dict(point) for s, point in moved.items() if s not in points or point["g"] >= points[s]["g"]}
-        if any(split not in points or point != points[split] for split, point in forward.items()):
-            merged = {**points, **forward}
-            patiently(what, lambda: self._folder.write_commit_points(merged), deadline=patience, hidden=True)
-        for split, point in forward.items():
-            for part, (seq, _) in enumerate(point["at"]):
-                self._delete_later(split, part, range(max(0, before[split][part] - 1), seq - self._kept_below))
-
-    def _delete_later(self, split: str, part: int, seqs: range) -> None:
-        channel = self._channel(split, part)
-
-        def delete(seq: int) -> None:
+        what, patience = f"committing {self._folder.path}", self._deadline if patience is None else patience
+        with self._committing:
             self._lock.require()
-            there = channel.find(seq) is not None
-            channel.delete(seq, self._archive)
-            if there:
-                self.deleted += 1
-                self._meter.add("spool/files_deleted")
+            points = patiently(what, self._folder.commit_points, deadline=patience)
+            forward = {s: dict(point) for s, point in moved.items() if s not in points or point["g"] >= points[s]["g"]}
+            merged = {**points, **forward}
+            if merged != points:
+                patiently(what, lambda: self._folder.write_commit_points(merged), deadline=patience)
+            self._delete_later()
 
-        for seq in seqs:
-            self._background.later(lambda seq=seq: delete(seq))
+    def _delete_later(self) -> None:
+        """Delete what lies below the commit points, in the background."""
+        self._background.later(self._delete_committed, "deletion")
+
+    def _delete_committed(self) -> None:
+        """Delete all files below the commit points. A file that cannot be deleted stops no other; the error lets the task be tried again."""
+        problem = None
+        for split, point in self._folder.commit_points().items():
+            for part, (seq, _) in enumerate(point["at"]):
+                channel = self._channel(split, part)
+                for old in channel.leftovers(seq - self._kept_below):
+                    self._lock.require()
+                    there = channel.find(old) is not None
+                    try:
+                        channel.delete(old, self._archive)
+                    except (OSError, StorageError) as error:
+                        problem = error
+                        continue
+                    if there:
+                        self.deleted += 1
+                        self._meter.add("spool/files_deleted")
+        if problem is not None:
+            raise problem

@@ -34,6 +34,7 @@ class SequentialProvider(DataProviderBase):
     """Makes the files of a spool one after the other, each from where the one before it ended."""
 
     kind: ClassVar[str] = "sequential"
+    splits = ("train",)
 
     def __init__(self, *args: Any, parts: int = 1, take: int | None = None, **more: Any) -> None:
         """As `DataProviderBase`. `parts`: how many producers the spool is laid out for. `take`: the most parts this provider takes."""
@@ -42,13 +43,11 @@ class SequentialProvider(DataProviderBase):
             raise ConfigError(f"{type(self).__name__}: parts is {parts!r}, expected a whole number from 1 to 1000")
         if take is not None and (type(take) is not int or take < 1):
             raise ConfigError(f"{type(self).__name__}: take is {take!r}, expected a whole number of 1 or more")
-        self._parts, self._most = parts, take
+        self.parts, self._most = parts, parts if take is None else take
         self._part_locks: dict[int, ExclusiveLock] = {}
-        self._next_seq: dict[tuple[str, int], int] = {}
-        """Number of the file that each producer makes next."""
-        self._position: dict[tuple[str, int], tuple[int, str]] = {}
-        """The first row of that file, and the fingerprint of the cursor before it."""
-        self._last: dict[tuple[str, int], int] = {}
+        self._next: dict[Channel, tuple[int, int, str]] = {}
+        """The file that each producer makes next: its number, its first row, and the fingerprint of the cursor before it."""
+        self._last: dict[Channel, int] = {}
         """Number of the last file of each part, once it is known."""
 
     def start_from(self, split: str, part: int, cursor: Mapping[str, Any] | None) -> None:
@@ -65,21 +64,15 @@ class SequentialProvider(DataProviderBase):
 
     # -------------------------------------------------------------------------------------------- parts
 
-    @property
-    def parts(self) -> int:
-        return self._parts
-
     def channels(self, split: str) -> list[Channel]:
+        """The parts of a split that this provider has locked; all before it has."""
         everything = super().channels(split)
-        return [c for c in everything if c.part in self._part_locks] if self._lock_parts else everything
+        return [c for c in everything if c.part in self._part_locks] if self._part_locks else everything
 
-    _lock_parts = False
-
-    def open(self, splits: Sequence[str] = ("train",)) -> None:
+    def open(self, splits: Sequence[str] | None = None) -> None:
         super().open(splits)
-        most = self._most if self._most is not None else self.parts
         for part in range(self.parts):
-            if len(self._part_locks) >= most:
+            if len(self._part_locks) >= self._most:
                 break
             path = self.folder.state / f"part-{part:03d}.lock"
             try:
@@ -89,7 +82,6 @@ class SequentialProvider(DataProviderBase):
                 raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error
             if held is not None:
                 self._part_locks[part] = held
-        self._lock_parts = True
         if not self._part_locks:
             self.close()
             raise ConfigError(
@@ -101,71 +93,58 @@ class SequentialProvider(DataProviderBase):
         for lock in self._part_locks.values():
             lock.release()
         self._part_locks.clear()
-        self._lock_parts = False
         super().close()
 
     # --------------------------------------------------------------------------------------------- make
 
-    def run(self, splits: Sequence[str] = ("train",), *, max_files: int | None = None) -> int:
-        return super().run(splits, max_files=max_files)
-
-    def _wanted(self, split: str, part: int) -> range:
-        wanted = super()._wanted(split, part)
-        last = self._last.get((split, part))
+    def _wanted(self, channel: Channel) -> range:
+        wanted, last = super()._wanted(channel), self._last.get(channel)
         return wanted if last is None else range(wanted.start, min(wanted.stop, last + 1))
 
     def _missing(self, splits: Sequence[str]) -> list[tuple[int, Channel, int]]:
-        for split in splits:
-            for channel in self.channels(split):
-                if (split, channel.part) not in self._last:
-                    self._look_for_end(channel)
+        for channel in (channel for split in splits for channel in self.channels(split)):
+            if channel not in self._last:
+                self._look_for_end(channel)
         # Only the first missing file of a part can be made: the next one follows from it.
-        first: dict[tuple[str, int], tuple[int, Channel, int]] = {}
+        first: dict[Channel, tuple[int, Channel, int]] = {}
         for entry in super()._missing(splits):
-            first.setdefault((entry[1].split, entry[1].part), entry)
+            first.setdefault(entry[1], entry)
         return list(first.values())
 
     def _look_for_end(self, channel: Channel) -> None:
         """Note the end of a part, if its newest file says that it is the last one. For a provider that has just started."""
-        present = channel.present() if (channel.split, channel.part) not in self._next_seq else []
+        present = channel.present() if channel not in self._next else []
         if present:
             file = self._readable(channel, present[-1])
             if file is not None and file.header.last:
-                self._last[channel.split, channel.part] = file.header.seq
+                self._last[channel] = file.header.seq
 
     def _complete(self, splits: Sequence[str]) -> bool:
-        return all(
-            (split, c.part) in self._last for split in splits for c in self.channels(split)
-        ) and not self._missing(splits)
+        ended = all(channel in self._last for split in splits for channel in self.channels(split))
+        return ended and not self._missing(splits)
 
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
         split, part = channel.split, channel.part
         first, before = self._move_to(channel, seq)
-        rows = RowBuffer(self.schema)
-        self._next_seq.pop((split, part), None)  # unknown until the file is whole
-        ended = False
-        while len(rows) < self.rows_per_file:
-            batch = self.next_batch(split, part)
-            if batch is None:
-                ended = True
-                break
+        self._next.pop(channel, None)  # unknown until the file is whole
+        rows, batch = RowBuffer(self.schema), None
+        while len(rows) < self.rows_per_file and (batch := self.next_batch(split, part)) is not None:
             rows.add(batch)
-        cursor = dict(self.cursor(split, part))
+        cursor, ended = dict(self.cursor(split, part)), batch is None
         if ended:
-            self._last[split, part] = seq
+            self._last[channel] = seq
         header = FileHeader(
             split=split, seq=seq, schema=self.schema, rows=len(rows), first=first, batch_size=self.batch_size, job=self.job,
             part=part, parts=self.parts_of(split), last=ended, cursor={"cursor": cursor, "end": first + len(rows)}, follows=before,
         )  # fmt: skip
-        self._next_seq[split, part] = seq + 1
-        self._position[split, part] = (first + len(rows), fingerprint_json(cursor))
+        self._next[channel] = (seq + 1, first + len(rows), fingerprint_json(cursor))
         return header, rows.arrays()
 
     def _move_to(self, channel: Channel, seq: int) -> tuple[int, str]:
         """Move the producer to the beginning of file `seq`; returns the file's first row and the fingerprint of the cursor there."""
-        place = (channel.split, channel.part)
-        if self._next_seq.get(place) == seq:
-            return self._position[place]
+        following, first, before = self._next.get(channel, (-1, 0, ""))
+        if following == seq:
+            return first, before
         if seq == 0:
             self.start_from(channel.split, channel.part, None)
             return 0, ""

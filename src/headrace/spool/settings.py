@@ -51,12 +51,10 @@ class ProviderSettings:
 
     def check(self, owner: str) -> None:
         """ConfigError names every invalid value. `owner`: the provider's class, for the message."""
-        problems = [
-            f"{name} is {value!r}, expected a whole number of 1 or more"
-            for name in ("batch_size", "batches_per_file", "max_backlog_files", "max_retained", "block_size", "target_size", "val_files")
-            for value in (getattr(self, name),)
-            if not (value is None and name in ("block_size", "target_size")) and (type(value) is not int or value < 1)
-        ]  # fmt: skip
+        given = (name for name in ("block_size", "target_size") if getattr(self, name) is not None)
+        problems = _not_whole(
+            self, 1, "batch_size", "batches_per_file", "max_backlog_files", "max_retained", "val_files", *given
+        )
         if type(self.seed) is not int:
             problems.append(f"seed is {self.seed!r}, expected a whole number")
         if self.file_format not in FORMATS:
@@ -111,12 +109,7 @@ class ConsumerSettings:
     """
 
     def __post_init__(self) -> None:
-        whole = (("cache_files", self.cache_files, 1), ("dp_rank", self.dp_rank, 0), ("dp_world_size", self.dp_world_size, 1), ("archive", self.archive, 0))  # fmt: skip
-        problems = [
-            f"{name} is {value!r}, expected a whole number of {least} or more"
-            for name, value, least in whole
-            if type(value) is not int or value < least
-        ]
+        problems = _not_whole(self, 1, "cache_files", "dp_world_size") + _not_whole(self, 0, "dp_rank", "archive")
         if self.ack not in ("consume", "commit"):
             problems.append(f'ack is {self.ack!r}; it is "consume" or "commit"')
         if not problems and self.dp_rank >= self.dp_world_size:
@@ -138,3 +131,13 @@ class ConsumerSettings:
             raise ConfigError(
                 f"DatasetConsumer: a batch of {batch_size} samples cannot be shared by {self.dp_world_size} ranks; choose a multiple"
             )
+
+
+def _not_whole(settings: object, least: int, *names: str) -> list[str]:
+    """A sentence for each of these fields that is not a whole number of `least` or more."""
+    values = ((name, getattr(settings, name)) for name in names)
+    return [
+        f"{name} is {value!r}, expected a whole number of {least} or more"
+        for name, value in values
+        if type(value) is not int or value < least
+    ]

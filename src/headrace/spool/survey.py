@@ -24,7 +24,7 @@ from headrace.spool.batch_file import BatchFile, open_batch_file
 from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder
-from headrace.spool.meta import CIRCULAR_SPLITS, parts_of, read_meta
+from headrace.spool.meta import parts_of, read_meta
 
 
 def _channels(path: Path) -> Iterator[Channel]:
@@ -38,7 +38,7 @@ def _channels(path: Path) -> Iterator[Channel]:
         for part in range(parts_of(meta, split)):
             try:
                 yield Channel.of_spool(folder, meta, split, part)
-            except ValueError as error:
+            except ConfigError as error:
                 raise ConfigError(f"{queue / split} does not belong into a spool: {error}") from error
 
 
@@ -79,8 +79,7 @@ def describe(path: Path) -> dict[str, Any]:
     splits: dict[str, Any] = {}
     for channel in _channels(path):
         present, quarantine = channel.present(), channel.quarantined()
-        circular = channel.split in CIRCULAR_SPLITS
-        commit, position = (0, 0) if circular else (channel.commit_point(), channel.read_position())
+        commit, position = (0, 0) if channel.circular else (channel.commit_point(), channel.read_position())
         aside = [int(match[0]) for e in quarantine if (match := re.match(r"\d{12}(?=\.)", e["file"]))]
         top = max([*present, *aside], default=commit - 1)
         there = set(present)
@@ -140,16 +139,12 @@ def verify(path: Path) -> tuple[int, list[dict[str, Any]]]:
             if not e.is_dir(follow_symlinks=False)
         ]
     for split, parts in describe(path)["splits"].items():
-        findings += [
-            {
-                "split": split,
-                "part": entry["part"],
-                "seq": seq,
-                "problem": _why_missing(channels[split, entry["part"]], seq),
-            }
-            for entry in parts
-            for seq in entry["gaps"]
-        ]
+        for entry in parts:
+            part, channel = entry["part"], channels[split, entry["part"]]
+            findings += [
+                {"split": split, "part": part, "seq": seq, "problem": _why_missing(channel, seq)}
+                for seq in entry["gaps"]
+            ]
     return checked, findings
 
 

@@ -16,20 +16,21 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.batch import BatchSpec, numpy_dtype
-from headrace.errors import DataError, EndOfData, FileCorrupt, StorageError
+from headrace.errors import DataError, EndOfData, FileCorrupt
 from headrace.runtime.prefetch import NotReady
 from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
 from headrace.spool.channel import Channel, Verdict
 from headrace.spool.folder import patiently
-from headrace.spool.meta import CIRCULAR_SPLITS
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.rows import Stripe
+from headrace.spool.settings import ConsumerSettings
 
 
 class FileChecker:
@@ -40,16 +41,16 @@ class FileChecker:
         meta: Mapping[str, Any],
         stripe: Stripe,
         lock: RankLock,
+        settings: ConsumerSettings,
         *,
-        patience: float,
-        deadline: float,
         on_bad: Callable[[str], None],
         writable: bool,
     ) -> None:
-        """`patience`: seconds to wait for the verdict of another rank. `deadline`: seconds to wait for space on the disk. `on_bad`: gets a sentence
-        for every file that was set aside. `writable`: whether the trainer may write to the arrays of a file; the file does not change."""
+        """`on_bad`: gets a sentence for every file that was set aside. `writable`: whether the trainer may write to the arrays of a file; the file
+        does not change."""
         self._meta, self._stripe, self._lock = meta, stripe, lock
-        self._patience, self._deadline, self._on_bad, self._writable = patience, deadline, on_bad, writable
+        self._patience, self._deadline = settings.verdict_patience, settings.deadline
+        self._on_bad, self._writable = on_bad, writable
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
 
@@ -57,7 +58,7 @@ class FileChecker:
         """Open, judge and check file `seq`, which has to begin at row `start` of the part; NotReady names what is missing."""
         self._lock.require()
         key = (channel.split, channel.part, seq)
-        mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
+        mine = seq % self._stripe.world_size == self._stripe.rank or channel.circular
         verdict, path = channel.verdict(seq), channel.find(seq)
         if path is None:
             self._seen.pop(key, None)
@@ -95,23 +96,19 @@ class FileChecker:
             if not os.path.lexists(path):
                 raise NotReady("spool.empty", f"File {seq} of {channel} was taken away while it was opened.") from error
             problem = str(error)
-        what, patience = f"judging {channel} {seq}", self._deadline
+        decide = partial(patiently, f"judging {channel} {seq}", deadline=self._deadline)
         if problem and verdict is not None:
             # The file was good when it was judged. Ranks that read it checked their rows themselves, and a file that is made again has the same rows.
-            patiently(what, lambda: channel.condemn(seq, problem), deadline=patience, hidden=True)
+            decide(lambda: channel.condemn(seq, problem))
             verdict = Verdict(good=False, reason=problem)
         elif verdict is None and self._stripe.world_size == 1 and not problem:
-            verdict = Verdict(
-                good=True
-            )  # no other rank waits for the verdict, and a full disk may have no space for it
+            verdict = Verdict(good=True)  # no other rank waits for it, and a full disk may have no space for it
         elif verdict is None:
-            verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)
+            verdict = decide(lambda: channel.judge(seq, problem))
         if file is not None and not problem and verdict.good:
             return file
         reason = verdict.reason or problem
-        patiently(
-            what, lambda: channel.set_aside(seq, reason), deadline=patience, hidden=True, retry=(StorageError, OSError)
-        )
+        decide(lambda: channel.set_aside(seq, reason))
         self._on_bad(f"{channel} {seq}: bad, set aside: {reason}")
         return self._wait_for_remake(channel, seq, start, reason)
 
@@ -133,7 +130,7 @@ class FileChecker:
             raise DataError(
                 f"{path} was made for job {header.job}, this spool is {ours['job']}: another provider wrote into it. Remove the file"
             )
-        if ours and channel.split not in CIRCULAR_SPLITS and header.first != start:
+        if ours and not channel.circular and header.first != start:
             raise DataError(
                 f"{path} begins at row {header.first:,} of its part, the files before it end at {start:,}: files of two spools were mixed"
             )

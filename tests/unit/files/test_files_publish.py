@@ -86,7 +86,7 @@ def test_publish_syncs_the_file_before_and_the_folder_after_it_appears(tmp_path,
 def test_sweeping_removes_what_dead_writers_left_and_nothing_else(tmp_path):
     (tmp_path / f"{TEMP_PREFIX}1-abc").write_bytes(b"half")
     (tmp_path / "whole").write_bytes(b"x")
-    assert sweep_temporaries(tmp_path) == 1
+    sweep_temporaries(tmp_path)
     assert os.listdir(tmp_path) == ["whole"]
 
 

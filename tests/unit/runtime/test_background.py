@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -19,15 +18,15 @@ def background():
     made.close()
 
 
-def test_a_posted_call_runs_without_the_thread_being_woken_for_it(background):
+def test_a_task_runs_without_the_thread_being_woken_for_it(background):
     background.wake()
     done = threading.Event()
-    background.post(done.set)
+    background.later(done.set)
     assert done.wait(20)
     assert background.drain(20)
 
 
-def test_drain_waits_for_the_call_that_is_running(background):
+def test_drain_waits_for_the_task_that_is_running(background):
     begun, go, done = threading.Event(), threading.Event(), []
 
     def slow() -> None:
@@ -35,7 +34,7 @@ def test_drain_waits_for_the_call_that_is_running(background):
         assert go.wait(20)
         done.append(1)
 
-    background.post(slow)
+    background.later(slow)
     assert begun.wait(20)
     assert not background.drain(0.0)
     go.set()
@@ -79,19 +78,6 @@ def test_a_task_that_fails_is_reported_and_tried_again_while_others_run(until):
     allowed.set()
     until(lambda: "task" in done)
     background.close()
-
-
-def test_a_delayed_task_runs_at_once_when_a_source_misses_its_next_item(background):
-    done = threading.Event()
-    background.later(done.set, at=time.monotonic() + 600, sooner_if_missed=True)
-    never = threading.Event()
-    background.later(never.set, at=time.monotonic() + 600)
-    missing = threading.Event()
-    background.add_source(lambda: "missing" if missing.is_set() else "full")
-    assert not done.is_set()
-    missing.set()
-    assert done.wait(20)
-    assert not never.is_set()
 
 
 def test_a_closed_thread_is_joined_and_runs_nothing_more(background):

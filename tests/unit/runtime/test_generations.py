@@ -77,5 +77,4 @@ def test_names_in_one_folder_do_not_mix(tmp_path):
     other.save(7, {}, {"number": 7})
     other.save(8, {}, {"number": 8})
     assert other.numbers() == [8]
-    other.remove()
     assert opened(tmp_path).numbers() == [1, 2]

@@ -70,7 +70,7 @@ def test_a_provider_keeps_verdicts_files_and_positions_that_it_cannot_open(count
     provider.open()
     (channel,) = provider.channels("train")
     channel.judge(0, "it was bad")
-    provider._next_seq.clear()  # as after a restart: the file before says where it stands
+    provider._next.clear()  # as after a restart: the file before says where it stands
     reserve_record(provider.folder.state / "read-0", {"splits": {}})
     with no_descriptors():
         for call in (

@@ -27,6 +27,9 @@ from headrace.text import Tokenizer, encode_named
 _VERSION = 1
 _MAX_CLASSES = 1 << 16
 _DEFAULT_KEY = {"classify": "label", "tag": "tags"}
+_ARRAYS = ("ids", "offsets", "labels", "origin")
+_FACTS = ("fingerprint", "names", "tagged", "files", "left_out")
+"""Fields of `Examples` in the cache: its tensors, and its JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,13 +312,12 @@ def _from_cache(path: Path, fingerprint: str) -> Examples | None:
         return None
     try:
         container = open_container(path)
-        meta, arrays = container.meta, container.arrays
-        if meta["fingerprint"] != fingerprint:
+        found: dict[str, Any] = {name: container.meta[name] for name in _FACTS}
+        if found["fingerprint"] != fingerprint:
             raise FileCorrupt(f"{path} holds other examples than its name says")
-        return Examples(
-            **{name: arrays[name] for name in ("ids", "offsets", "labels", "origin")},
-            names=tuple(map(str, meta["names"])), tagged=bool(meta["tagged"]), files=tuple(map(int, meta["files"])), left_out=int(meta["left_out"]), fingerprint=fingerprint,
-        )  # fmt: skip
+        found |= {name: container.arrays[name] for name in _ARRAYS}
+        found |= {name: tuple(found[name]) for name in ("names", "files")}
+        return Examples(**found)
     except (FileCorrupt, KeyError, TypeError, ValueError) as error:
         with contextlib.suppress(OSError, StorageError):  # another provider may have moved it aside already
             quarantine(path, str(error))
@@ -323,16 +325,9 @@ def _from_cache(path: Path, fingerprint: str) -> Examples | None:
 
 
 def _to_cache(path: Path, examples: Examples, report: Callable[[str], None]) -> None:
-    arrays = {name: getattr(examples, name) for name in ("ids", "offsets", "labels", "origin")}
-    meta = {
-        "fingerprint": examples.fingerprint,
-        "names": list(examples.names),
-        "tagged": examples.tagged,
-        "files": list(examples.files),
-        "left_out": examples.left_out,
-    }
+    arrays, facts = ({name: getattr(examples, name) for name in names} for names in (_ARRAYS, _FACTS))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_container(path, arrays, meta, replace=True, durable=False)  # a damaged file is made again
+        write_container(path, arrays, facts, replace=True, durable=False)  # a damaged file is made again
     except (OSError, StorageError) as error:
         report(f"the tokenised examples are not cached for the next start: {error}")

@@ -84,6 +84,8 @@ class LabelledTextProvider(DataProviderBase):
                 + (f"; none of {names}, which have one row" if names else "")
             )
 
+        self.splits = tuple(self._plan)
+
     def build_meta(self) -> dict[str, Any]:
         examples, names, tag = self.examples, list(self._sources), self.examples.tagged
         fields = [
@@ -101,11 +103,6 @@ class LabelledTextProvider(DataProviderBase):
             },
         }  # fmt: skip
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The splits that this provider fills."""
-        return tuple(self._plan)
-
     def rows_of(self, split: str, seq: int) -> int:
         if split != "val":
             return self.rows_per_file
@@ -114,12 +111,6 @@ class LabelledTextProvider(DataProviderBase):
     @property
     def _pad(self) -> int:
         return 0 if self._tokenizer.pad_id is None else self._tokenizer.pad_id
-
-    def open(self, splits: Sequence[str] | None = None) -> None:
-        super().open(self.splits if splits is None else splits)
-
-    def run(self, splits: Sequence[str] | None = None, *, max_files: int | None = None) -> int:
-        return super().run(self.splits if splits is None else splits, max_files=max_files)
 
     def batches_of(self, split: str, seq: int, rng: Any) -> Iterator[Mapping[str, Any]]:
         """The batches of file `seq`: a function of the examples, the seed and the samples' numbers alone."""

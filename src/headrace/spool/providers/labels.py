@@ -59,16 +59,14 @@ class LabelRules:
     def _wrong(self, label: Any) -> str:
         if self.task == "tag" and label == IGNORED:
             return ""
-        if isinstance(label, bool | str) and (self.names or isinstance(label, bool) or label):
+        if isinstance(label, bool | str) and (self.names or label != ""):
             name = self.name_of(label)
             if self.names and name not in self.names:
                 near = nearest(name, self.names)
                 return f"its label {name[:40]!r} is none of spool.labels; did you mean {near[0]!r}? There are {', '.join(near[:8])}"
-            return (
-                ""
-                if len(name) <= _MAX_NAME
-                else f"its label has {len(name):,} characters, at most {_MAX_NAME} are taken"
-            )
+            if len(name) > _MAX_NAME:
+                return f"its label has {len(name):,} characters, at most {_MAX_NAME} are taken"
+            return ""
         if isinstance(label, int) and not isinstance(label, bool):
             if self.names and str(label) not in self.names and not 0 <= label < len(self.names):
                 return f"its label is {label}, spool.labels has the numbers 0 to {len(self.names) - 1}"

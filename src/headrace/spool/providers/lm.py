@@ -88,9 +88,7 @@ class TextProvider(SequentialProvider):
 
     def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
         loader = self._loaders[part]
-        if loader.ended:
-            return None
-        batch = next(loader, None)
+        batch = next(loader, None) if not loader.ended else None
         if batch is None:
             return None
         rows = len(batch["sample_index"])
