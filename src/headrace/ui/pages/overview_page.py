@@ -9,8 +9,8 @@ import numpy as np
 
 from headrace.errors import count_text
 from headrace.ui.findings import recent_lines, recent_waits
-from headrace.ui.metrics_index import is_number
-from headrace.ui.pages.page_parts import BARS, bars, chart, facts, findings, header, steps_of, verdict
+from headrace.ui.metrics_index import is_number, steps_of
+from headrace.ui.pages.page_parts import BARS, bars, chart, facts, findings, header, verdict
 from headrace.ui.run_view import SPEEDS, RunView
 
 _CHARTS = ("reward/all/mean", "train/loss", "tokens_per_second", "cells_per_second", "train/grad_norm", "train/lr")

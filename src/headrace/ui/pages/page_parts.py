@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ui.findings import find_problems, healthy_range, title_of
-from headrace.ui.metrics_index import Line, is_number
+from headrace.ui.metrics_index import Line, is_number, steps_of
 from headrace.ui.run_view import RunView
 
 POINTS = 600
@@ -119,12 +119,6 @@ def _curve_name(view: RunView, key: str, keys: Sequence[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- whole lines
-
-
-def steps_of(line: Line) -> float:
-    """How many steps a line covers."""
-    steps = line.get("steps_in_interval")
-    return steps if is_number(steps) and steps > 0 else 1
 
 
 def bars(view: RunView, lines: Iterable[Line]) -> list[dict[str, Any]]:
