@@ -27,7 +27,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -87,6 +87,20 @@ def steps_of(line: Line) -> float:
     """How many steps a line covers."""
     steps = line.get("steps_in_interval")
     return steps if is_number(steps) and steps > 0 else 1
+
+
+def numbers(lines: Iterable[Line], key: str) -> list[float]:
+    """The values of a key in the lines that have a number."""
+    return [line[key] for line in lines if is_number(line.get(key))]
+
+
+def family(line: Line, head: str, tail: str = "") -> dict[str, float]:
+    """Numbers of the keys with this beginning and end, by what is between."""
+    return {
+        key[len(head) : len(key) - len(tail)]: value
+        for key, value in line.items()
+        if key.startswith(head) and key.endswith(tail) and is_number(value)
+    }
 
 
 def _column(records: Sequence[Line], key: str) -> np.ndarray:
@@ -215,14 +229,10 @@ class MetricsIndex:
             # A line longer than a slice is none of metrics: each of its parts counts as damaged.
             entries, damaged = _parsed(text[: end or None], self._offset)
             self.damaged += damaged
-            begin, last = 0, self.last_step if len(self._lines) else -1
-            for i, (at, record) in enumerate(entries):
-                if record["step"] <= last:
-                    self._add(entries[begin:i])
-                    self._rewind(record["step"], at)
-                    begin = i
-                last = record["step"]
-            self._add(entries[begin:])
+            kept = _rising(entries)
+            if kept and len(self._lines) and kept[0][1]["step"] <= self.last_step:
+                self._rewind(kept[0][1]["step"])
+            self._add(kept)
             self._offset += end or len(text)
             return len(text) == _READ
 
@@ -232,15 +242,15 @@ class MetricsIndex:
             self._reset()
             self._add(_rising([(0, record) for record in records]))
 
-    def _rewind(self, step: int, offset: int) -> None:
-        """Remove all lines from `step` on: the run was resumed before it, with the line at `offset`."""
+    def _rewind(self, step: int) -> None:
+        """Remove all lines from `step` on: the run was resumed before it."""
         self.generation += 1
         self.recent = deque((r for r in self.recent if r["step"] < step), maxlen=RECENT)
         keep = int(np.searchsorted(self._lines[:, 1], step))
         begun = self._lines[keep:].tolist()
         self._lines, self._cells = self._lines[:keep], self._cells[:, :keep]
         if begun and begun[0][0] < step:
-            before = self._read_lines(begun[0][2], min(offset, begun[0][2] + _RANGE_BYTES))
+            before = self._read_lines(begun[0][2], min(self._offset, begun[0][2] + _RANGE_BYTES))
             self._add([(at, record) for at, record in before if record["step"] < step], fresh=False)
 
     def _read_lines(self, offset: int, stop: int) -> list[Entry]:
@@ -291,8 +301,10 @@ class MetricsIndex:
                 self.keys_left_out += 1
                 continue
             self._keys[key] = len(self._keys)
-        empty = np.broadcast_to(_EMPTY[:, None, None], (7, len(self._lines), len(self._keys) - self._cells.shape[2]))
-        self._cells = np.concatenate([self._cells, empty], 2)
+        new = len(self._keys) - self._cells.shape[2]
+        if new:
+            empty = np.broadcast_to(_EMPTY[:, None, None], (7, len(self._lines), new))
+            self._cells = np.concatenate([self._cells, empty], 2)
 
     # ---------------------------------------------------------------------------------------- questions
 
