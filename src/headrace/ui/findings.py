@@ -157,7 +157,7 @@ def _loss(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
             sentence=f"The loss is NaN or infinite in {count_text(len(missing), 'line')}, first at step {first:,}.",
             remedy=f"Read the documents of step {first:,}; lower train.lr, or skip the steps: headrace run --resume {view.path} --run.skip {first}:{first + 1}",
         )  # fmt: skip
-    _, norms = view.index.means("train/grad_norm")
+    norms = view.index.means("train/grad_norm")
     extremes = view.index.extremes("train/grad_norm")
     if (
         extremes is not None
@@ -218,7 +218,7 @@ def _remedy(wait: str) -> str:
 
 def _speed(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
     for key, unit in SPEEDS:
-        _, all_lines = view.index.means(key)
+        all_lines = view.index.means(key)
         recent = numbers(recent_lines(view), key)
         if len(all_lines) < 20 or len(recent) < 3:
             continue
@@ -290,15 +290,15 @@ def _ledger(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _streams(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
-    steps, dry = view.index.means(_EXHAUSTED)
-    if len(steps) and float(np.mean(dry > 0)) > 0.5 and float(dry.mean()) > 0.5:
+    dry = view.index.means(_EXHAUSTED)
+    if len(dry) and float(np.mean(dry > 0)) > 0.5 and float(dry.mean()) > 0.5:
         yield Finding(
             rule="exhausts", key=_EXHAUSTED, severity="bad", weight=500, title="Files run dry at almost every step",
             sentence=f"Slices run dry in {float(np.mean(dry > 0)):.0%} of the lines, {float(dry.mean()):.2f} of them a step: the run opens files instead of reading them.",
             remedy="Use longer files, smaller batches, or fewer streams at a time (streams.num_streams_mixed).",
         )  # fmt: skip
-    _, low = view.index.means("stream_mixing/active/remaining_fraction_min")
-    _, high = view.index.means("stream_mixing/active/remaining_fraction_max")
+    low = view.index.means("stream_mixing/active/remaining_fraction_min")
+    high = view.index.means("stream_mixing/active/remaining_fraction_max")
     if len(low) and len(low) == len(high):
         uneven = float(np.mean(high - low > _SPREAD))
         if uneven > _OUTSIDE:
@@ -327,7 +327,7 @@ def _streams(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
                 remedy="stream_mixing/picks/* shows the mix. Even out streams.batch_sizes.",
             )  # fmt: skip
     for name, key in view.members(f"{_MODALITIES}<modality>").items():
-        _, open_files = view.index.means(key)
+        open_files = view.index.means(key)
         absent = float(np.mean(open_files == 0)) if len(open_files) else 0.0
         if absent > 0.25:
             yield Finding(
@@ -366,7 +366,7 @@ def _ranges(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         if healthy is None or key.startswith("ledger/false_evictions/") or key == "event_loop_lag/max":
             continue
         low, high = healthy
-        _, means = view.index.means(key)
+        means = view.index.means(key)
         if not len(means):
             continue
         outside = float(np.mean((means < low) | (means > high)))

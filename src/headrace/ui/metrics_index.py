@@ -340,11 +340,11 @@ class MetricsIndex:
             int(cells[_HIGH_STEP, high]),
         )
 
-    def means(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(last step, mean value) of every bucket that has values."""
-        steps, cells = self._of(key)
-        there = np.flatnonzero(cells[_COUNT])
-        return steps[there], cells[_SUM, there] / cells[_COUNT, there]
+    def means(self, key: str) -> np.ndarray:
+        """The mean value of every bucket that has values."""
+        _, cells = self._of(key)
+        there = cells[_COUNT] > 0
+        return cells[_SUM, there] / cells[_COUNT, there]
 
     def cumulative(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(last step, sum of all lines up to that step) of every bucket."""

@@ -60,7 +60,7 @@ def _figures(view: RunView) -> list[dict[str, Any]]:
     least = f"lowest {extremes[0]:.4g} at step {extremes[1]:,}" if extremes else ""
     add("Loss", "train/loss", last.get("train/loss"), note=least)
     for key, unit in SPEEDS:
-        _, means = view.index.means(key)
+        means = view.index.means(key)
         add("Throughput", key, last.get(key), unit, f"median {np.median(means):,.0f}" if len(means) else "")
     waits, total, steps = recent_waits(view)
     if total > 0:
