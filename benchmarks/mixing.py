@@ -21,7 +21,7 @@ import xxhash
 
 from headrace.metrics import Reducer
 from headrace.mix import MixPlan, MixSettings, MixState, StreamTable
-from headrace.mix.pick import Picker
+from headrace.mix.pick import choose
 from headrace.mix.pool import Slice
 
 FILES, CELLS, BATCH = 24, 1 << 20, 64
@@ -97,10 +97,11 @@ def picks() -> None:
 
 def weighted() -> None:
     for slots in (8, 512):
-        picker = Picker("weighted", 7)
         pool = [Slice(stream=i, end=1000 + i, position=0, per_pick=1) for i in range(slots)]
         steps = itertools.count()
-        ours = microseconds(lambda picker=picker, pool=pool, steps=steps: picker.choose(pool, next(steps)), 4000)
+        ours = microseconds(
+            lambda pool=pool, steps=steps: choose("weighted", pool, key=7, step=next(steps), turn=0), 4000
+        )
         rng = np.random.default_rng(0)
         weights = np.array([one.remaining for one in pool])
         theirs = microseconds(lambda w=weights, n=slots, rng=rng: rng.choice(n, p=w / w.sum()), 1000)

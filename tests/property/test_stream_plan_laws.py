@@ -105,7 +105,7 @@ def test_another_pool_size_in_mid_epoch_loses_no_row_and_repeats_none(setup, slo
         drawn += [plan.next() for _ in range(stop) if not plan.over]
         fields = {name: getattr(chosen, name) for name in ("batch_size", "seed", "queue", "pick_mode", "global_ranks")}
         other = MixPlan(table, MixSettings(slots=size, **fields))
-        before = len(plan.lanes[0].slots)
+        before = len(plan.lanes[0].state.slots)
         moved = other.load_body(plan.to_body())
         assert moved.parked == max(0, before - size)
         assert moved.dropped == 0
@@ -190,10 +190,10 @@ def test_a_weighted_pick_is_the_draw_of_its_step_over_the_picks_left(setup, step
     for step in range(steps):
         if plan.over:
             break
-        left = [one.remaining for one in pool.slots]
+        left = [one.remaining for one in pool.state.slots]
         target = derive(key("stream.pick", seed=chosen.seed, lane=0), step) % sum(left)
         expected = next(i for i in range(len(left)) if sum(left[: i + 1]) > target)
-        stream = pool.slots[expected].stream
+        stream = pool.state.slots[expected].stream
         assert plan.next().stream == stream
 
 
@@ -216,18 +216,25 @@ def test_a_snapshot_says_what_the_slices_say(setup, steps, asked):
     table, chosen = setup
     plan = MixPlan(table, chosen)
     state = MixState(plan)
-    last: dict[Slice, int] = {}
+    last: dict[tuple[int, int, int], int] = {}
+
+    def named(one: Slice) -> tuple[int, int, int]:
+        return pool.lane, pool.state.epoch, one.stream
+
     for turn in range(steps):
         if not any(plan.picks):
             return
         pool = plan.lanes[plan.index % len(plan.lanes)]
-        fresh = pool.step == 0 or (pool and pool.over)
-        if fresh and pool.step:
+        fresh = pool.state.step == 0 or (pool and pool.over)
+        if fresh and pool.state.step:
             pool.next_epoch()
-        step = pool.step
-        for one in pool.slots:
-            last.setdefault(one, step if fresh else step - 1)
-        before = [(one, one.remaining, one.end - one.position, -(-one.end // one.per_pick)) for one in pool.slots]
+        step = pool.state.step
+        for one in pool.state.slots:
+            last.setdefault(named(one), step if fresh else step - 1)
+        before = [
+            (named(one), one.remaining, (one.end - one.position) / one.end, -(-one.end // one.per_pick))
+            for one in pool.state.slots
+        ]
         drawn = plan.next_step()
         state.add(drawn)
         if turn % asked == 0:
@@ -236,17 +243,17 @@ def test_a_snapshot_says_what_the_slices_say(setup, steps, asked):
         if not pool:
             assert (shot, drawn.draw.stream) == (None, -1)
             continue
-        last |= {one: step for one, *_ in before if one.stream == drawn.draw.stream}
+        last |= {name: step for name, *_ in before if name[2] == drawn.draw.stream}
         assert shot is not None
         assert (shot.remaining_min, shot.remaining_max) == (min(b[1] for b in before), max(b[1] for b in before))
-        fractions = [left / one.end for one, _, left, _ in before]
+        fractions = [b[2] for b in before]
         assert (shot.fraction_min, shot.fraction_max) == (min(fractions), max(fractions))
-        assert shot.since_max == step - min(last[one] for one, *_ in before)
+        assert shot.since_max == step - min(last[b[0]] for b in before)
         weight = {"uniform": 1, "round_robin": 1, "sequential": 0}.get(chosen.pick_mode)
         weights = [b[3] if weight is None else weight for b in before]
         expected = max((step - last[b[0]]) * w for b, w in zip(before, weights, strict=True)) / (sum(weights) or 1)
         assert shot.overdue_max == pytest.approx(expected)
-        kinds = Counter(table.kind_of[one.stream] for one, *_ in before)
+        kinds = Counter(table.kind_of[b[0][2]] for b in before)
         assert shot.kinds == tuple(kinds[k] for k in range(len(table.kinds)))
 
 

@@ -1,6 +1,6 @@
 """Streams as a plan of the loader: K files of cells are open, and a pick says which of them gives the next batch.
 
-What comes next is `mix.plan`, which reads nothing. It runs ahead and says what to read. What a draw changed travels with its batch, and counts when the
+What comes next is `mix.plan`, which reads nothing. It runs ahead and says what to read. The state after a draw travels with its batch, and counts when the
 batch is handed over (`mix.MixState`): state and metrics are exact under any prefetch and any number of worker processes.
 """
 

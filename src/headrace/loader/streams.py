@@ -279,14 +279,14 @@ class StreamMixingDataset(IterableDataset):
     @property
     def active(self) -> list[StreamReader]:
         """The slices in the pools of this rank, slot by slot."""
-        lanes, plan, rows = self._plan.mix().lanes, self._plan.ahead, self.table.rows
+        lanes = self._plan.mix().lanes
         return [
             StreamReader(
-                stream_id=stream, path=self.stream_paths[stream], slice_start=0, slice_end=rows[stream], position=position,
-                remaining_picks=-((position - rows[stream]) // plan.per_pick[stream]),
+                stream_id=one.stream, path=self.stream_paths[one.stream], slice_start=0, slice_end=one.end, position=one.position,
+                remaining_picks=one.remaining,
             )
-            for lane in plan.lanes_of(*self.rank)
-            for stream, position in zip(lanes[lane].streams, lanes[lane].positions, strict=True)
+            for lane in self._plan.ahead.lanes_of(*self.rank)
+            for one in lanes[lane].slots
         ]  # fmt: skip
 
     def active_streams(self) -> list[int]:

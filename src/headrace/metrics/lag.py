@@ -50,8 +50,6 @@ class EventLoopLagMonitor:
         self.warn_above = dict(warn_above if warn_above is not None else {"mean": 0.05, "p99": 0.5, "max": 1.0})
         if unknown := set(self.warn_above) - set(_STATISTICS):
             raise ValueError(f"a lag has {', '.join(_STATISTICS)}, a threshold was given for {sorted(unknown)}")
-        self.warnings: list[str] = []
-        """What was warned of at the last drain."""
         self._samples: list[float] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -93,7 +91,6 @@ class EventLoopLagMonitor:
     def drain(self) -> dict[str, float]:
         """The statistics since the last call, in seconds; {} if nothing was sampled. Warns of what is above its threshold."""
         samples, self._samples = np.sort(self._samples), []
-        self.warnings = []
         if not len(samples):
             return {}
         # By rank: the first np.quantile of a process takes 15 ms, which would be lag of our own making.
@@ -101,11 +98,8 @@ class EventLoopLagMonitor:
         found = dict(zip(_STATISTICS, (samples[0], samples.mean(), median, p90, p99, samples[-1]), strict=True))
         for name, limit in self.warn_above.items():
             if found[name] > limit:
-                self.warnings.append(
-                    f"the event loop was late: {name} {found[name]:.3f} s, above {limit:g} s; something on it does not yield"
-                )
-        for warning in self.warnings:
-            _log.warning("%s", warning)
+                text = "the event loop was late: %s %.3f s, above %g s; something on it does not yield"
+                _log.warning(text, name, found[name], limit)
         return {f"event_loop_lag/{name}": float(value) for name, value in found.items()}
 
     drain_metrics = drain

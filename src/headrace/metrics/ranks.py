@@ -157,39 +157,47 @@ class Ranks:
             raise type(self._given_up)(str(self._given_up))
         self._number += 1
         roll: _RollCall | None = None
+        failure: RuntimeError | None = None
         try:
-            failure: RuntimeError | None = None
-            work: Work | None = None
             try:
                 work = start()
-            except RuntimeError as error:  # the connection was found broken before anything was sent
-                failure = error
-            while failure is None and work is not None:
-                try:
-                    # At least 1 ms, because torch takes 0 for "for ever".
-                    slice_seconds = max(0.001, min(_SLICE, wait.remaining()))
-                    if not self._asks:
-                        work.wait(timedelta(seconds=slice_seconds))
-                        return
-                    if _done_within(work, slice_seconds):
-                        work.wait()  # what is done next on the device comes after it
-                        return
-                except RuntimeError:
-                    failure = _failure(work)
-                    if failure is None and work.is_completed():
-                        return
-                if failure is None:
-                    if roll is None:
-                        roll = _RollCall(self._store, self._prefix, self._number, self.names, self._me)
+                # At least 1 ms, because torch takes 0 for "for ever".
+                while not self._done_within(work, max(0.001, min(_SLICE, wait.remaining()))):
+                    roll = roll or self._roll_call()
                     if wait.expired() or roll.trouble.is_set():
                         break
-            if roll is None:
-                roll = _RollCall(self._store, self._prefix, self._number, self.names, self._me)
+                else:
+                    return
+            except RuntimeError as error:  # the connection broke
+                failure = error
+            roll = roll or self._roll_call()
             self._given_up = self._verdict(roll, failure, wait)
             raise self._given_up from failure
         finally:
             if roll is not None:
                 roll.stop()
+
+    def _done_within(self, work: Work, seconds: float) -> bool:
+        """Whether a collective ends within so many seconds. RuntimeError if it failed."""
+        if self._asks:
+            end, pause = time.monotonic() + seconds, 20e-6
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+        else:
+            try:
+                work.wait(timedelta(seconds=seconds))
+                return True
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+        work.wait()  # what is done next on the device comes after it
+        return True
+
+    def _roll_call(self) -> _RollCall:
+        return _RollCall(self._store, self._prefix, self._number, self.names, self._me)
 
     def _verdict(self, roll: _RollCall, failure: RuntimeError | None, wait: Wait) -> HeadraceError:
         # gloo's own timeout is set past ours, so an error of its own that comes first is a broken connection
@@ -223,27 +231,6 @@ class Ranks:
 
 
 _made: dict[str, int] = {}
-
-
-def _done_within(work: Work, seconds: float) -> bool:
-    end, pause = time.monotonic() + seconds, 20e-6
-    while not work.is_completed():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-    return True
-
-
-def _failure(work: Work) -> RuntimeError | None:
-    """The error a finished collective ended with; None while it runs, and if it went well after all."""
-    if not work.is_completed():
-        return None
-    try:
-        work.wait()
-    except RuntimeError as error:
-        return error
-    return None
 
 
 class _RollCall:

@@ -20,7 +20,7 @@ is a binary search. Opens no file, starts no thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,7 +84,7 @@ class Deal:
         self.shuffle = shuffle
         self._group = shuffle_chunks
         self._key = key
-        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._layout = functools.lru_cache(_EPOCHS_KEPT)(self._new_layout)
 
     def lane_rows(self, lane: int, epoch: int) -> int:
         """How many rows a lane reads in an epoch."""
@@ -163,10 +163,7 @@ class Deal:
         slot = (lane + epoch) % self.lanes
         return int(borders[slot]), int(borders[slot + 1])
 
-    def _layout(self, epoch: int) -> _Epoch:
-        found = self._epochs.get(epoch)
-        if found is not None:
-            return found
+    def _new_layout(self, epoch: int) -> _Epoch:
         chunks = len(self.chunk_rows)
         if self.shuffle:
             order = Permutation(chunks, derive(derive(self._key, 0), epoch)).slice(0, chunks)
@@ -175,11 +172,7 @@ class Deal:
         rows_key = derive(derive(self._key, 1), epoch)
         firsts = np.arange(0, chunks, self._group)
         rows, weights = (np.add.reduceat(values[order], firsts) for values in (self.chunk_rows, self._weights))
-        layout = _Epoch(order, np.cumsum(rows), self._borders(order, rows_key, rows, weights), rows_key)
-        self._epochs[epoch] = layout
-        while len(self._epochs) > _EPOCHS_KEPT:  # two threads may both compute an epoch: same arrays, nothing lost
-            self._epochs.popitem(last=False)
-        return layout
+        return _Epoch(order, np.cumsum(rows), self._borders(order, rows_key, rows, weights), rows_key)
 
     def _borders(self, order: np.ndarray, rows_key: int, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Where the lanes' parts start: the first row at or after each L-th of the bytes. `rows`, `weights`: of each group."""

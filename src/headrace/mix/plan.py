@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.mix.pick import PICK_MODES, UNIT_BITS, Picker, PickMode, due_time, promised_shares
+from headrace.mix.pick import PICK_MODES, UNIT_BITS, PickMode, choose, due_time, promised_shares
 from headrace.mix.pool import Draw, LaneState, PlanStep, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue, queue_order
 from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
@@ -92,7 +92,7 @@ class MixSettings:
 
 
 class LanePool:
-    """One lane: its queue, its pool and its picks. `step` counts the lane's picks over all epochs."""
+    """One lane: its queue, its pool and its picks."""
 
     def __init__(self, plan: MixPlan, lane: int) -> None:
         settings = self._settings = plan.settings
@@ -101,10 +101,7 @@ class LanePool:
         self._queue_key = key("stream.queue", seed=settings.seed, lane=lane)
         self._pick_key = key("stream.pick", seed=settings.seed, lane=lane)
         self.lane = lane
-        self.step = 0
-        self.ahead: dict[int, tuple[int, int]] = {}
-        """Streams whose next row is not the first of this epoch: (epoch, row). From a resume on other lanes."""
-        self._start_epoch(0)
+        self.state = self._begin(0, step=0, ahead={})
         self._fill()
 
     # ---------------------------------------------------------------------------------------------- picking
@@ -116,125 +113,111 @@ class LanePool:
     @property
     def over(self) -> bool:
         """Whether the epoch has ended."""
-        return not self.slots
+        return not self.state.slots
 
     def next_epoch(self) -> None:
         """Begin the next epoch; only at the end of one."""
-        if self.slots:
-            raise RuntimeError(f"epoch {self.epoch} of lane {self.lane} still has {len(self.slots)} slices open")
-        self._start_epoch(self.epoch + 1)
+        state = self.state
+        if state.slots:
+            raise RuntimeError(f"epoch {state.epoch} of lane {self.lane} still has {len(state.slots)} slices open")
+        self.state = self._begin(state.epoch + 1, step=state.step, ahead=state.ahead)
         self._fill()
-        self._begun = self.state()
 
     def pick(self, index: int, after: int) -> PlanStep:
         """Draw `index`, from the slice whose turn it is. Refills the slot at once if the slice ends. `after`: `PlanStep.index`."""
-        picker = self.picker
-        slot = picker.choose(self.slots, self.step)
-        one = self.slots[slot]
-        self.step += 1
-        begun, self._begun = self._begun, None
-        start, incoming = one.position, None
-        one.remaining -= 1
-        if one.remaining:
-            one.position += one.per_pick
-            one.due = due_time(one)
-            picker.pass_on(slot)
+        state, mode = self.state, self._settings.pick_mode
+        slots = state.slots
+        slot = choose(mode, slots, key=self._pick_key, step=state.step, turn=state.turn)
+        one = slots[slot] = slots[slot]._replace(last=state.step)
+        pool = slots.copy()
+        if mode == "proportional":
+            state.clock = one.due
+        stop = min(one.position + one.per_pick, one.end)
+        held = True
+        if stop < one.end:
+            slots[slot] = one._replace(position=stop, due=due_time(one, stop))
+        elif (waiting := self._take()) is not None:
+            slots[slot] = self._admitted(*waiting, state.clock)
         else:
-            one.position = one.end
-            incoming = self._take()
-            if incoming is None:
-                del self.slots[slot]
-            else:
-                self.slots[slot] = self._admitted(*incoming, picker.clock)
-                picker.pass_on(slot)
-        draw = Draw(index, self.lane, one.stream, start, one.position, one.ordinal, not one.remaining, self.epoch)
-        return PlanStep(draw, after, slot, picker.clock, picker.turn, incoming, begun)
+            del slots[slot]
+            held = False
+        if mode == "round_robin":
+            state.turn = slot + held
+        state.step += 1
+        draw = Draw(index, self.lane, one.stream, one.position, stop, one.ordinal, stop == one.end, state.epoch)
+        return PlanStep(draw, after, pool, state.copy())
 
     def upcoming(self, count: int) -> list[int]:
         """The streams that come into the pool next, as far as this epoch has them: worth opening ahead."""
-        parked = [stream for stream, _ in self.parked[:count]]
-        return parked + self.queue[self.index : self.index + count - len(parked)]
+        state = self.state
+        parked = [stream for stream, _ in state.parked[:count]]
+        return parked + state.queue[state.index : state.index + count - len(parked)]
 
     # ------------------------------------------------------------------------------------------- the pool
 
-    def _start_epoch(self, epoch: int, band: int = 0) -> None:
-        self.epoch = epoch
-        self._phase_key = derive(self._pick_key, ~epoch)
-        self.band = band or self._settings.slots
-        self.slots: list[Slice] = []
-        self.parked: list[tuple[int, int]] = []
-        """(stream, position) of slices that wait before the queue."""
-        self.admitted = 0
-        """Slices that came into the pool in this epoch."""
-        self.index = 0
+    def _begin(self, epoch: int, *, step: int, ahead: dict[int, tuple[int, int]], band: int = 0) -> LaneState:
+        """The lane at the beginning of an epoch, before any slice came into its pool."""
+        band = band or self._settings.slots
         order = queue_order(
-            self._streams, kinds=self._table.kind_of, picks=self._picks, queue=self._settings.queue, key=self._queue_key, epoch=epoch, band=self.band
+            self._streams, kinds=self._table.kind_of, picks=self._picks, queue=self._settings.queue, key=self._queue_key, epoch=epoch, band=band
         )  # fmt: skip
-        self.queue = [s for s in order if self.ahead.get(s, (epoch, 0))[0] <= epoch] if self.ahead else order
-        self.picker = Picker(self._settings.pick_mode, self._pick_key)
-        self._begun: LaneState | None = None
-        """The lane as it is, if nothing was picked since the epoch began."""
+        queue = [s for s in order if ahead.get(s, (epoch, 0))[0] <= epoch]
+        return LaneState(step=step, epoch=epoch, queue=queue, band=band, ahead=ahead)
 
     def _fill(self) -> None:
-        while len(self.slots) < self._settings.slots and (waiting := self._take()) is not None:
-            self.slots.append(self._admitted(*waiting, self.picker.clock))
+        state = self.state
+        while len(state.slots) < self._settings.slots and (waiting := self._take()) is not None:
+            state.slots.append(self._admitted(*waiting, state.clock))
 
     def _take(self) -> tuple[int, int] | None:
         """(stream, position) of the next slice that waits; None if none does."""
-        if self.parked:
-            return self.parked.pop(0)
-        if self.index == len(self.queue):
+        state = self.state
+        if state.parked:
+            return state.parked.pop(0)
+        if state.index == len(state.queue):
             return None
-        stream = self.queue[self.index]
-        self.index += 1
-        epoch, position = self.ahead.pop(stream, (self.epoch, 0))
-        return stream, position if epoch == self.epoch else 0
+        stream = state.queue[state.index]
+        state.index += 1
+        epoch, position = state.ahead.pop(stream, (state.epoch, 0))
+        return stream, position if epoch == state.epoch else 0
 
     def _admitted(self, stream: int, position: int, entry: int) -> Slice:
         """A slice that comes into the pool, at virtual time `entry`."""
+        state = self.state
+        phase = derive(derive(self._pick_key, ~state.epoch), stream) >> (64 - UNIT_BITS)
+        state.admitted += 1
         one = Slice(
-            stream, self._table.rows[stream], position, self._per_pick[stream], entry=entry, ordinal=self.admitted
-        )
-        one.phase = derive(self._phase_key, stream) >> (64 - UNIT_BITS)
-        self.admitted += 1
-        one.due = due_time(one)
-        return one
+            stream, self._table.rows[stream], position, self._per_pick[stream], entry=entry, phase=phase,
+            ordinal=state.admitted - 1, last=state.step,
+        )  # fmt: skip
+        return one._replace(due=due_time(one, position))
 
     # ---------------------------------------------------------------------------------------------- state
 
-    def state(self) -> LaneState:
-        """The state of the lane. Every slice counts as picked now."""
-        slots = self.slots
-        return LaneState(
-            epoch=self.epoch, index=self.index, band=self.band, clock=self.picker.clock, turn=self.picker.turn,
-            streams=[one.stream for one in slots], positions=[one.position for one in slots], entries=[one.entry for one in slots],
-            last=[self.step] * len(slots), parked=self.parked.copy(), ahead=self.ahead.copy(),
-        )  # fmt: skip
-
-    def load(self, state: LaneState, *, step: int, drop: bool = False) -> Reshard:
-        """Become the lane that gave `state`, with as many slots as this one has."""
-        self.ahead = state.ahead.copy()
-        self._start_epoch(state.epoch, state.band)
-        self.step, self.index = step, state.index
-        if not len(state.streams) == len(state.positions) == len(state.entries) or not 0 <= self.index <= len(
-            self.queue
-        ):
+    def load(self, body: Mapping[str, Any], *, slots: int, step: int, drop: bool = False) -> Reshard:
+        """Become the lane that was saved with so many `slots`, with as many as this one has."""
+        streams, positions = list(body["streams"]), list(body["positions"])
+        entries = [-int(n) for n in body.get("entries", [0] * len(streams))]
+        ahead = {int(s): (int(e), int(at)) for s, e, at in body.get("ahead", ())}
+        band = int(body.get("band", slots))
+        state = self.state = self._begin(int(body["epoch"]), step=step, ahead=ahead, band=band)
+        state.index, state.turn = int(body["queue_index"]), int(body.get("turn", 0))
+        if not len(streams) == len(positions) == len(entries) or not 0 <= state.index <= len(state.queue):
             raise CursorMismatch(
-                f"lane {self.lane} of the state does not fit together: {len(state.streams)} streams, {len(state.positions)} positions, "
-                f"{len(state.entries)} entries, place {self.index} in a queue of {len(self.queue)}"
+                f"lane {self.lane} of the state does not fit together: {len(streams)} streams, {len(positions)} positions, "
+                f"{len(entries)} entries, place {state.index} in a queue of {len(state.queue)}"
             )
-        self.picker.clock = state.clock
         surplus: list[tuple[int, int]] = []
-        for stream, position, entry in zip(state.streams, state.positions, state.entries, strict=True):
+        for stream, position, entry in zip(streams, positions, entries, strict=True):
             self._check(stream, position)
-            if len(self.slots) < self._settings.slots:
-                self.slots.append(self._admitted(stream, position, entry))
+            if len(state.slots) < self._settings.slots:
+                state.slots.append(self._admitted(stream, position, entry))
             else:
                 surplus.append((stream, position))
-        for stream, position in state.parked:
+        parked = [(stream, position) for stream, position in body.get("parked", ())]
+        for stream, position in parked:
             self._check(stream, position)
-        self.parked = ([] if drop else surplus) + state.parked
-        self.picker.turn = state.turn
+        state.parked = ([] if drop else surplus) + parked
         self._fill()
         return Reshard(parked=0 if drop else len(surplus), dropped=len(surplus) if drop else 0)
 
@@ -248,11 +231,12 @@ class LanePool:
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """(epoch, row) of every stream's next row."""
-        where = dict.fromkeys(self._streams, (self.epoch + 1, 0))
-        where |= dict.fromkeys(self.queue[self.index :], (self.epoch, 0))
-        where |= self.ahead
-        half_read = [(one.stream, one.position) for one in self.slots] + self.parked
-        where |= {stream: (self.epoch, position) for stream, position in half_read}
+        state = self.state
+        where = dict.fromkeys(self._streams, (state.epoch + 1, 0))
+        where |= dict.fromkeys(state.queue[state.index :], (state.epoch, 0))
+        where |= state.ahead
+        half_read = [(one.stream, one.position) for one in state.slots] + state.parked
+        where |= {stream: (state.epoch, position) for stream, position in half_read}
         return where
 
     def load_progress(self, where: Mapping[int, tuple[int, int]], *, step: int) -> None:
@@ -260,12 +244,10 @@ class LanePool:
         mine = {stream: where[stream] for stream in self._streams}
         epoch = min((at[0] for at in mine.values()), default=0)
         begun = sorted(stream for stream, (e, row) in mine.items() if e == epoch and row)
-        self.ahead = {stream: at for stream, at in mine.items() if at[0] > epoch}
-        for stream in begun:  # not in this epoch's queue: they are parked at its head
-            self.ahead[stream] = (epoch + 1, 0)
-        self._start_epoch(epoch)
-        self.step = step
-        self.parked = [(stream, mine[stream][1]) for stream in begun]
+        ahead = {stream: at for stream, at in mine.items() if at[0] > epoch}
+        ahead |= dict.fromkeys(begun, (epoch + 1, 0))  # not in this epoch's queue: they are parked at its head
+        self.state = self._begin(epoch, step=step, ahead=ahead)
+        self.state.parked = [(stream, mine[stream][1]) for stream in begun]
         self._fill()
 
 
@@ -309,12 +291,12 @@ class MixPlan:
         return self._draw(self.lanes[index % len(self.lanes)], index)
 
     def _draw(self, pool: LanePool, index: int) -> PlanStep:
-        if not pool.slots:
+        if pool.over:
             if not self._rolls:
-                raise IndexError(f"epoch {pool.epoch} has ended")
+                raise IndexError(f"epoch {pool.state.epoch} has ended")
             if not pool:
-                pool.step += 1
-                return PlanStep(Draw(index, pool.lane, -1, 0, 0, 0, False), self.index)
+                pool.state.step += 1
+                return PlanStep(Draw(index, pool.lane, -1, 0, 0, 0, False), self.index, [], pool.state.copy())
             pool.next_epoch()
         return pool.pick(index, self.index)
 
@@ -322,7 +304,7 @@ class MixPlan:
         """Bring lanes, all but some, to where the draws before `index` of all ranks have brought them; those that moved."""
         moved = []
         for pool in self.lanes:
-            steps = 0 if pool.lane in but else lane_steps(pool.lane, len(self.lanes), index) - pool.step
+            steps = 0 if pool.lane in but else lane_steps(pool.lane, len(self.lanes), index) - pool.state.step
             for _ in range(steps):
                 self._draw(pool, -1)
             if steps > 0:
@@ -342,7 +324,9 @@ class MixPlan:
 
     def load(self, state: MixState) -> None:
         """Continue after the draws that were delivered."""
-        self._load(state.index, state.lanes)
+        self.index = state.index
+        for pool, lane in zip(self.lanes, state.lanes, strict=True):
+            pool.state = lane.copy()
 
     def load_body(self, body: Mapping[str, Any], *, drop: bool = False) -> Reshard:
         """Continue from a saved position, on any number of slots and lanes. `drop`: slices without a slot are dropped, not parked."""
@@ -352,15 +336,12 @@ class MixPlan:
                 raise ValueError(f"draw {index}, {slots} slots, {len(saved)} lanes")
             if len(saved) != len(self.lanes):
                 return self._load_other_lanes(index, slots, saved)
-            return self._load(index, [LaneState.from_body(lane, slots=slots) for lane in saved], drop=drop)
+            moved = [
+                pool.load(lane, slots=slots, step=lane_steps(pool.lane, len(self.lanes), index), drop=drop)
+                for pool, lane in zip(self.lanes, saved, strict=True)
+            ]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorMismatch(f"the state is not one of a stream plan: {type(error).__name__} {error}") from error
-
-    def _load(self, index: int, lanes: Sequence[LaneState], *, drop: bool = False) -> Reshard:
-        moved = [
-            pool.load(lane, step=lane_steps(pool.lane, len(self.lanes), index), drop=drop)
-            for pool, lane in zip(self.lanes, lanes, strict=True)
-        ]
         self.index = index
         return Reshard(*(sum(column) for column in zip(*moved, strict=True)))
 
@@ -373,25 +354,22 @@ class MixPlan:
         for pool in self.lanes:
             pool.load_progress(where, step=lane_steps(pool.lane, len(self.lanes), index))
         self.index = index
-        return Reshard(parked=sum(len(pool.parked) for pool in self.lanes), dropped=0)
+        return Reshard(parked=sum(len(pool.state.parked) for pool in self.lanes), dropped=0)
 
 
 class MixState:
-    """The lanes after the draws that were delivered. The plan itself may have run ahead.
-
-    Each draw changes a few numbers, which travel with it (`PlanStep`).
-    """
+    """The lanes after the draws that were delivered. The plan itself may have run ahead."""
 
     def __init__(self, plan: MixPlan) -> None:
         """The place where `plan` stands, all of whose lanes must have caught up."""
-        self.settings, self._table, self._per_pick = plan.settings, plan.table, plan.per_pick
+        self.settings, self._table = plan.settings, plan.table
         self._shares = promised_shares(plan.settings.pick_mode, plan.picks)
         self.index = plan.index
         """Draws delivered, by all ranks."""
-        self.lanes = [pool.state() for pool in plan.lanes]
+        self.lanes = [pool.state.copy() for pool in plan.lanes]
         """Of device_per_stream the lanes of other ranks are where `catch_up` left them."""
-        self._last: dict[int, tuple[PlanStep, LaneState]] = {}
-        """By lane, the last draw and the lane after it, which stays as it is when `lanes` gets another one: that of the next epoch."""
+        self._last: dict[int, PlanStep] = {}
+        """By lane, the last draw."""
         self.exhausted = 0
         """Slices that ran dry by being read."""
         self.picks_by_kind = [0] * len(plan.table.kinds)
@@ -399,46 +377,35 @@ class MixState:
     def add(self, step: PlanStep) -> None:
         """The batch of this draw was delivered."""
         draw, self.index = step.draw, step.index
-        if draw.stream < 0:
-            return
-        if step.begun is not None:
-            self.lanes[draw.lane] = step.begun
-        lane = self.lanes[draw.lane]
-        lane.advance(step, self._number(draw))
-        self._last[draw.lane] = step, lane
-        self.exhausted += draw.dry
-        self.picks_by_kind[self._table.kind_of[draw.stream]] += 1
+        self.lanes[draw.lane] = step.lane
+        if draw.stream >= 0:
+            self._last[draw.lane] = step
+            self.exhausted += draw.dry
+            self.picks_by_kind[self._table.kind_of[draw.stream]] += 1
 
     def catch_up(self, plan: MixPlan, own: Collection[int]) -> None:
         """Bring the lanes that are not the rank's `own` to where the draws of all ranks have brought them. `plan` makes those draws."""
         for pool in plan.catch_up(self.index, own):
-            self.lanes[pool.lane] = pool.state()
+            self.lanes[pool.lane] = pool.state.copy()
 
     def next_epoch(self, plan: MixPlan) -> None:
         """Begin the next epoch of per_stream, all of this one having been delivered."""
         plan.load(self)
         plan.next_epoch()
-        self.lanes = [pool.state() for pool in plan.lanes]
+        self.lanes = [pool.state.copy() for pool in plan.lanes]
 
     def snapshots(self) -> dict[int, Snapshot]:
         """By lane, the pool at the last draw that was delivered."""
-        return {
-            at: lane.snapshot(step, self._number(step.draw), self._table, self._per_pick, self._shares)
-            for at, (step, lane) in self._last.items()
-        }
+        return {lane: step.snapshot(self._table, self._shares) for lane, step in self._last.items()}
 
     def active_streams(self) -> list[int]:
         """The streams that are being read, in all lanes: in a pool, or half read and without a slot."""
-        return sorted({s for lane in self.lanes for s in (*lane.streams, *(stream for stream, _ in lane.parked))})
+        return sorted({s for lane in self.lanes for s, *_ in (*lane.slots, *lane.parked)})
 
     def to_body(self) -> dict[str, Any]:
         slots, proportional = self.settings.slots, self.settings.pick_mode == "proportional"
         lanes = [lane.to_body(slots=slots, with_entries=proportional) for lane in self.lanes]
         return {"draw": self.index, "slots": slots, "lanes": lanes}
-
-    def _number(self, draw: Draw) -> int:
-        """Which of its lane's draws it is, from 0."""
-        return draw.index // len(self.lanes)
 
 
 def lane_steps(lane: int, lanes: int, index: int) -> int:

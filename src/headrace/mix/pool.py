@@ -1,9 +1,5 @@
 """State of a lane: the slices in its pool, and how far each of them was read.
 
-    state = LaneState(…)                 right after some draw
-    state.advance(step, n)               right after the next one, from what that draw changed
-    state.snapshot(step, n, …)           how evenly the pool drained at that draw
-
 A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
     remaining fractions   .41 .38 .44 .40      a tight cluster: the pool drains evenly
@@ -12,35 +8,36 @@ A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from headrace.mix.streams import StreamTable, picks_of
 
 
-@dataclass(slots=True, eq=False)
-class Slice:
-    """The rows [0, end) of one stream and how far they have been read. Mutable: it is the hot path of a plan."""
+class Slice(NamedTuple):
+    """The rows [0, end) of one stream, and how far they have been read."""
 
     stream: int
     end: int
     position: int
-    """Next row to read. Equal to `end` once the slice is dry."""
+    """Next row to read."""
     per_pick: int
-    remaining: int = field(init=False)
-    """Picks left."""
     entry: int = 0
     """Virtual time at which it came into the pool (pick.py)."""
     phase: int = 0
     """Where between two picks its first one lies, in fixed point (pick.py)."""
-    due: int = 0
-    """Virtual time of its next pick."""
     ordinal: int = 0
     """How many slices came into the pool before it: worker processes are dealt out by it."""
+    last: int = 0
+    """Number of the lane's draw that picked it last, or that brought it into the pool. Not saved: waiting times begin anew at a resume."""
+    due: int = 0
+    """Virtual time of its next pick."""
 
-    def __post_init__(self) -> None:
-        self.remaining = picks_of(self.end - self.position, self.per_pick)
+    @property
+    def remaining(self) -> int:
+        """Picks left."""
+        return picks_of(self.end - self.position, self.per_pick)
 
 
 class Draw(NamedTuple):
@@ -60,24 +57,6 @@ class Draw(NamedTuple):
     """The lane's."""
 
 
-class PlanStep(NamedTuple):
-    """One draw of a plan, and what it changed in its lane beside the position of the slice."""
-
-    draw: Draw
-    index: int
-    """Draws of all ranks, this one and those that belong to the same step included."""
-    slot: int = -1
-    """Of the slice that was picked."""
-    clock: int = 0
-    """The picker's virtual time."""
-    turn: int = 0
-    """The picker's next slot."""
-    incoming: tuple[int, int] | None = None
-    """(stream, position) of the slice that took the slot of one that ran dry."""
-    begun: LaneState | None = None
-    """The lane right before the draw, if the draw is the first of an epoch."""
-
-
 class Snapshot(NamedTuple):
     """What the pool looked like at one pick: slices as they were before it, waiting times as they are after it."""
 
@@ -95,84 +74,42 @@ class Snapshot(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class LaneState:
-    """Everything that a lane's next draws depend on, and when each slice was picked last."""
+    """Everything that a lane's next draws depend on."""
 
+    step: int
+    """Draws of the lane, over all epochs."""
     epoch: int
-    index: int
-    """Place in the epoch's queue."""
+    queue: list[int]
+    """The streams of this epoch in their order. Never changed."""
     band: int
-    """Width of bands in this epoch's queue: another pool size at a resume must not change its order."""
+    """Width of bands in the queue: another pool size at a resume must not change its order."""
+    index: int = 0
+    """Place in the queue."""
+    admitted: int = 0
+    """Slices that came into the pool in this epoch."""
     clock: int = 0
+    """Virtual time of the last pick; it moves in mode proportional only."""
     turn: int = 0
-    streams: list[int]
-    """One for each slot, as in the three lists that follow."""
-    positions: list[int]
-    entries: list[int]
-    """Virtual times at which the slices came into the pool."""
-    last: list[int]
-    """Steps of the slices' last picks, or of their admissions. Not saved: waiting times begin anew at a resume."""
+    """The slot that is picked next; it moves in mode round_robin only."""
+    slots: list[Slice] = field(default_factory=list)
     parked: list[tuple[int, int]] = field(default_factory=list)
     """(stream, position) of slices without a slot; they come before the queue."""
     ahead: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Streams whose next row is not the first of this epoch: (epoch, row). From a resume on other lanes."""
 
-    def advance(self, step: PlanStep, number: int) -> None:
-        """Go from before a draw, which is the lane's number `number`, to after it."""
-        slot = step.slot
-        self.clock, self.turn = step.clock, step.turn
-        if not step.draw.dry:
-            self.positions[slot], self.last[slot] = step.draw.stop, number
-        elif step.incoming is None:
-            for column in (self.streams, self.positions, self.entries, self.last):
-                del column[slot]
-        else:
-            self.streams[slot], self.positions[slot] = step.incoming
-            self.entries[slot], self.last[slot] = step.clock, number
-            if self.parked:
-                del self.parked[0]
-            else:
-                self.index += 1
-                self.ahead.pop(self.streams[slot], None)
-
-    def snapshot(
-        self, step: PlanStep, number: int, table: StreamTable, per_pick: Sequence[int], shares: Sequence[int]
-    ) -> Snapshot:
-        """The pool at its last draw `step`, which is the lane's number `number`.
-
-        `shares`: what share of the picks the slice of each stream is promised, in proportion to the others.
-        """
-        pool = list(zip(self.streams, self.positions, self.last, strict=True))
-        picked = (step.draw.stream, step.draw.start, number)
-        if step.draw.dry and step.incoming is None:
-            pool.append(picked)
-        else:
-            pool[step.slot] = picked
-        rows, kind_of = table.rows, table.kind_of
-        remaining, fractions, waits, overdue = [], [], [], []
-        promised, kinds = 0, [0] * len(table.kinds)
-        for stream, position, last in pool:
-            end, share, waited = rows[stream], shares[stream], number - last
-            left = end - position
-            remaining.append(-(-left // per_pick[stream]))
-            fractions.append(left / end)
-            waits.append(waited)
-            overdue.append(waited * share)
-            promised += share
-            kinds[kind_of[stream]] += 1
-        return Snapshot(
-            min(remaining), max(remaining), min(fractions), max(fractions), max(waits), max(overdue) / (promised or 1), tuple(kinds)
-        )  # fmt: skip
+    def copy(self) -> LaneState:
+        return replace(self, slots=self.slots.copy(), parked=self.parked.copy(), ahead=self.ahead.copy())
 
     def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
         """The state as JSON. Entries are relative to the virtual clock, so equal places give equal states."""
         body: dict[str, Any] = {
             "epoch": self.epoch,
             "queue_index": self.index,
-            "streams": self.streams.copy(),
-            "positions": self.positions.copy(),
+            "streams": [one.stream for one in self.slots],
+            "positions": [one.position for one in self.slots],
         }
         if with_entries:
-            body["entries"] = [self.clock - entry for entry in self.entries]
+            body["entries"] = [self.clock - one.entry for one in self.slots]
         if self.turn:
             body["turn"] = self.turn
         if self.band != slots:
@@ -183,13 +120,29 @@ class LaneState:
             body["ahead"] = [[stream, *where] for stream, where in sorted(self.ahead.items())]
         return body
 
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any], *, slots: int) -> LaneState:
-        """`slots` as they were when the state was saved."""
-        streams = list(body["streams"])
-        return cls(
-            epoch=int(body["epoch"]), index=int(body["queue_index"]), band=int(body.get("band", slots)), turn=int(body.get("turn", 0)),
-            streams=streams, positions=list(body["positions"]), entries=[-int(n) for n in body.get("entries", [0] * len(streams))],
-            last=[0] * len(streams), parked=[(s, at) for s, at in body.get("parked", ())],
-            ahead={int(s): (int(e), int(at)) for s, e, at in body.get("ahead", ())},
-        )  # fmt: skip
+
+class PlanStep(NamedTuple):
+    """One draw of a plan."""
+
+    draw: Draw
+    index: int
+    """Draws of all ranks, this one and those that belong to the same step included."""
+    pool: list[Slice]
+    """The lane's slices: how far they were read before the draw, and when they were picked last, this draw included."""
+    lane: LaneState
+    """The lane after the draw."""
+
+    def snapshot(self, table: StreamTable, shares: Sequence[int]) -> Snapshot:
+        """The pool at this draw. `shares`: what share of the picks the slice of each stream is promised, in proportion to the others."""
+        pool, number = self.pool, self.lane.step - 1
+        remaining = [one.remaining for one in pool]
+        fractions = [(one.end - one.position) / one.end for one in pool]
+        promised = [shares[one.stream] for one in pool]
+        waited = [number - one.last for one in pool]
+        overdue = max(share * steps for share, steps in zip(promised, waited, strict=True)) / (sum(promised) or 1)
+        kinds = [0] * len(table.kinds)
+        for one in pool:
+            kinds[table.kind_of[one.stream]] += 1
+        return Snapshot(
+            min(remaining), max(remaining), min(fractions), max(fractions), max(waited), overdue, tuple(kinds)
+        )

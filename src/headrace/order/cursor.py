@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.errors import CursorMismatch
 
 
@@ -38,21 +40,10 @@ class Cursor:
     @classmethod
     def from_dict(cls, state: object, *, what: str = "state") -> Cursor:
         """Check the shape of a loaded state; the content is checked by `require`."""
-        if not isinstance(state, Mapping):
-            raise CursorMismatch(
-                f"{what} is a {type(state).__name__}, expected a mapping with kind, version, fingerprint, body"
-            )
-        missing = [k for k in ("kind", "version", "fingerprint", "body") if k not in state]
-        if missing:
-            raise CursorMismatch(f"{what} is not a headrace cursor: it has no {', '.join(missing)}")
-        kind, version, fingerprint, body = (state[k] for k in ("kind", "version", "fingerprint", "body"))
-        if not isinstance(kind, str) or not isinstance(version, int) or isinstance(version, bool):
-            raise CursorMismatch(f"{what} is not a headrace cursor: kind={kind!r}, version={version!r}")
-        if not isinstance(fingerprint, Mapping) or not isinstance(body, Mapping):
-            raise CursorMismatch(f"{what} is not a headrace cursor: fingerprint and body must be mappings")
-        return cls(
-            kind=kind, version=version, fingerprint={str(k): str(v) for k, v in fingerprint.items()}, body=dict(body)
-        )
+        try:
+            return msgspec.convert(state, cls)
+        except msgspec.ValidationError as error:
+            raise CursorMismatch(f"{what} is not a headrace cursor: {error}") from error
 
     @classmethod
     def from_json(cls, text: str | bytes, *, what: str = "state") -> Cursor:

@@ -7,6 +7,7 @@ core) and compared with what was recorded the first time. `full_fingerprint` rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,8 @@ def file_fingerprint(path: Path, size: int) -> str:
 
 def full_fingerprint(path: Path) -> str:
     """16 hex digits over every byte of the file."""
-    hasher = xxhash.xxh3_64()
     with open(path, "rb") as handle:
-        while block := handle.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest()
 
 
 def sampled_offsets(size: int) -> list[int]:

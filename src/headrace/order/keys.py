@@ -16,9 +16,6 @@ import xxhash
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
-_U1, _U2, _UG = np.uint64(_M1), np.uint64(_M2), np.uint64(_GOLDEN)
-_STEPS = np.arange(1, 4097, dtype=np.uint64) * _UG
 
 
 def mix64(value: int) -> int:
@@ -31,19 +28,12 @@ def mix64(value: int) -> int:
 
 def mix64_array(values: np.ndarray) -> np.ndarray:
     """`mix64` of every element of a uint64 array; a new array."""
-    return _mixed(values.astype(np.uint64, copy=True))
-
-
-def _mixed(z: np.ndarray) -> np.ndarray:
-    """In place."""
-    shifted = z >> _S30
-    z ^= shifted
-    z *= _U1
-    np.right_shift(z, _S27, out=shifted)
-    z ^= shifted
-    z *= _U2
-    np.right_shift(z, _S31, out=shifted)
-    z ^= shifted
+    z = values.astype(np.uint64)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(_M1)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(_M2)
+    z ^= z >> np.uint64(31)
     return z
 
 
@@ -63,9 +53,5 @@ def derive(parent: int, index: int) -> int:
 
 def draws(parent: int, count: int, start: int = 0) -> np.ndarray:
     """`derive(parent, i)` for i in [start, start + count), as uint64."""
-    if start == 0 and count <= len(_STEPS):
-        return _mixed(_STEPS[:count] + np.uint64(parent & _MASK))
     counter = np.arange(start + 1, start + 1 + count, dtype=np.uint64)
-    counter *= _UG
-    counter += np.uint64(parent & _MASK)
-    return _mixed(counter)
+    return mix64_array(counter * np.uint64(_GOLDEN) + np.uint64(parent & _MASK))

@@ -24,7 +24,7 @@ ROUNDS = 8
 class Permutation:
     """A bijection of [0, n) chosen by the 64-bit `key`."""
 
-    __slots__ = ("_inverse", "_keys", "_left_bits", "_right_bits", "_table", "key", "n")
+    __slots__ = ("_keys", "_left_bits", "_right_bits", "_table", "key", "n")
 
     def __init__(self, n: int, key: int) -> None:
         if n < 0:
@@ -34,7 +34,6 @@ class Permutation:
         self.n = n
         self.key = key
         self._table: np.ndarray | None = None
-        self._inverse: np.ndarray | None = None
         if n <= TABLE:
             self._table = np.argsort(draws(key, n), kind="stable")
             return
@@ -62,21 +61,13 @@ class Permutation:
     def positions(self, items: np.ndarray) -> np.ndarray:
         """The positions of many items (int64 in, int64 out)."""
         found = self._inside(items)
-        return self._inverted()[found] if self._table is not None else self._walk(found, range(ROUNDS - 1, -1, -1))
+        if self._table is not None:
+            return np.argsort(self._table)[found]
+        return self._walk(found, range(ROUNDS - 1, -1, -1))
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """The items at positions [start, stop)."""
-        if self._table is not None and 0 <= start <= stop <= self.n:
-            return self._table[start:stop]
         return self.take(np.arange(start, stop, dtype=np.int64))
-
-    def _inverted(self) -> np.ndarray:
-        if self._inverse is None:
-            assert self._table is not None
-            inverse = np.empty_like(self._table)
-            inverse[self._table] = np.arange(self.n)
-            self._inverse = inverse
-        return self._inverse
 
     def _inside(self, values: np.ndarray) -> np.ndarray:
         x = np.asarray(values, dtype=np.int64)

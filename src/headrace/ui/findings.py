@@ -6,6 +6,7 @@ the healthy range that their declaration gives.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import count_text
-from headrace.ui.metrics_index import Line, is_number
+from headrace.ui.metrics_index import Line, family, is_number, numbers, steps_of
 from headrace.ui.run_view import SPEEDS, RunView
 
 _OUTSIDE = 0.1
@@ -96,15 +97,10 @@ def recent_lines(view: RunView, steps: int = _RECENT_STEPS) -> list[Line]:
 def recent_waits(view: RunView) -> tuple[dict[str, float], float, int]:
     """Seconds by wait over the recent lines, the step time that they are part of, and the number of steps."""
     lines = recent_lines(view)
-    waits: dict[str, float] = {}
-    total = 0.0
+    waits: Counter[str] = Counter()
     for line in lines:
-        total += _value(line, "step/seconds")
-        for key, value in line.items():
-            if key.startswith("step/wait/") and key.endswith("/seconds") and is_number(value):
-                waits[key[10:-8]] = waits.get(key[10:-8], 0.0) + value
-    steps = int(sum(_value(line, "steps_in_interval") or 1 for line in lines))
-    return dict(sorted(waits.items(), key=lambda item: -item[1])), total, steps
+        waits.update(family(line, "step/wait/", "/seconds"))
+    return dict(waits.most_common()), sum(numbers(lines, "step/seconds")), int(sum(map(steps_of, lines)))
 
 
 def healthy_range(view: RunView, key: str) -> tuple[float, float] | None:
@@ -114,11 +110,6 @@ def healthy_range(view: RunView, key: str) -> tuple[float, float] | None:
         return (0.0, 5.0 * size) if isinstance(size, int) else None
     spec = view.spec(key)
     return spec.healthy if spec is not None else None
-
-
-def _value(line: Mapping[str, Any], key: str) -> float:
-    value = line.get(key)
-    return float(value) if is_number(value) else 0.0
 
 
 # ------------------------------------------------------------------------------------------ state of the run
@@ -131,7 +122,7 @@ def _state(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
             sentence=f"No process holds the run's lock, and the run wrote no summary of its end. Its last line is of step {status['step']:,}.",
             remedy=f"Continue it: headrace run --resume {view.path}",
         )  # fmt: skip
-    times = [r["time"] for r in list(view.index.recent)[-50:] if is_number(r.get("time"))]
+    times = numbers(list(view.index.recent)[-50:], "time")
     if status["state"] == "running" and len(times) > 3:
         usual, silent = float(np.median(np.diff(times))), status["now"] - times[-1]
         if silent > max(20 * usual, 60):
@@ -166,7 +157,7 @@ def _loss(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
             sentence=f"The loss is NaN or infinite in {count_text(len(missing), 'line')}, first at step {first:,}.",
             remedy=f"Read the documents of step {first:,}; lower train.lr, or skip the steps: headrace run --resume {view.path} --run.skip {first}:{first + 1}",
         )  # fmt: skip
-    _, norms = view.index.means("train/grad_norm")
+    norms = view.index.means("train/grad_norm")
     extremes = view.index.extremes("train/grad_norm")
     if (
         extremes is not None
@@ -210,10 +201,8 @@ def _waits(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         limit = 0.5 if name.startswith("rollouts.") else _WAIT_SHARE
         if share <= limit:
             continue
-        worst = [line.get(f"wait/{name}/seconds/worst_rank") for line in lines]
-        ranks = [int(r) for r in worst if is_number(r)]
-        rank = max(set(ranks), key=ranks.count) if ranks and view.world_size > 1 else None
-        where = f", most often on rank {rank}" if rank is not None else ""
+        worst = Counter(numbers(lines, f"wait/{name}/seconds/worst_rank")).most_common(1)
+        where = f", most often on rank {worst[0][0]:.0f}" if worst and view.world_size > 1 else ""
         yield Finding(
             rule="wait", key=key if (key := f"wait/{name}/seconds") in view.index else "waits/exposed/seconds", severity="bad" if share > 4 * limit else "warn", weight=1e5 * share,
             title=f"{share:.0%} of the time is waiting for {name}",
@@ -229,8 +218,8 @@ def _remedy(wait: str) -> str:
 
 def _speed(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
     for key, unit in SPEEDS:
-        _, all_lines = view.index.means(key)
-        recent = [line[key] for line in recent_lines(view) if is_number(line.get(key))]
+        all_lines = view.index.means(key)
+        recent = numbers(recent_lines(view), key)
         if len(all_lines) < 20 or len(recent) < 3:
             continue
         usual, now = float(np.median(all_lines)), float(np.median(recent))
@@ -301,15 +290,15 @@ def _ledger(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _streams(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
-    steps, dry = view.index.means(_EXHAUSTED)
-    if len(steps) and float(np.mean(dry > 0)) > 0.5 and float(dry.mean()) > 0.5:
+    dry = view.index.means(_EXHAUSTED)
+    if len(dry) and float(np.mean(dry > 0)) > 0.5 and float(dry.mean()) > 0.5:
         yield Finding(
             rule="exhausts", key=_EXHAUSTED, severity="bad", weight=500, title="Files run dry at almost every step",
             sentence=f"Slices run dry in {float(np.mean(dry > 0)):.0%} of the lines, {float(dry.mean()):.2f} of them a step: the run opens files instead of reading them.",
             remedy="Use longer files, smaller batches, or fewer streams at a time (streams.num_streams_mixed).",
         )  # fmt: skip
-    _, low = view.index.means("stream_mixing/active/remaining_fraction_min")
-    _, high = view.index.means("stream_mixing/active/remaining_fraction_max")
+    low = view.index.means("stream_mixing/active/remaining_fraction_min")
+    high = view.index.means("stream_mixing/active/remaining_fraction_max")
     if len(low) and len(low) == len(high):
         uneven = float(np.mean(high - low > _SPREAD))
         if uneven > _OUTSIDE:
@@ -318,9 +307,7 @@ def _streams(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
                 sentence=f"The fullest and the emptiest open file are more than {_SPREAD:.0%} apart in {uneven:.0%} of the lines.",
                 remedy='pick_mode = "proportional" drains files evenly.',
             )  # fmt: skip
-    picks = {
-        key.removeprefix(_PICKS): view.index.total(key) for key in view.index.known_keys() if key.startswith(_PICKS)
-    }
+    picks = {name: view.index.total(key) for name, key in view.members(f"{_PICKS}<modality>").items()}
     total = sum(picks.values())
     if total and len(picks) > 1:
         for name, count in picks.items():
@@ -339,23 +326,21 @@ def _streams(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
                 sentence=f"{leader} gets {picks[leader] / total:.0%} of the batches while the counts of open files stay flat: those count open files, not picks.",
                 remedy="stream_mixing/picks/* shows the mix. Even out streams.batch_sizes.",
             )  # fmt: skip
-    for key in view.index.known_keys():
-        if key.startswith(_MODALITIES):
-            _, open_files = view.index.means(key)
-            absent = float(np.mean(open_files == 0)) if len(open_files) else 0.0
-            if absent > 0.25:
-                name = key.removeprefix(_MODALITIES)
-                yield Finding(
-                    rule="absent", key=key, weight=300, title=f"{name} starves",
-                    sentence=f"No file of {name} is in the pool in {absent:.0%} of the lines.",
-                    remedy='Use queue = "stratified", or a larger pool (streams.num_streams_mixed).',
-                )  # fmt: skip
+    for name, key in view.members(f"{_MODALITIES}<modality>").items():
+        open_files = view.index.means(key)
+        absent = float(np.mean(open_files == 0)) if len(open_files) else 0.0
+        if absent > 0.25:
+            yield Finding(
+                rule="absent", key=key, weight=300, title=f"{name} starves",
+                sentence=f"No file of {name} is in the pool in {absent:.0%} of the lines.",
+                remedy='Use queue = "stratified", or a larger pool (streams.num_streams_mixed).',
+            )  # fmt: skip
 
 
 def _rollouts(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
     lines = recent_lines(view)
     for name, key in view.members("solve_none/<env>").items():
-        values = [line[key] for line in lines if is_number(line.get(key))]
+        values = numbers(lines, key)
         if name != "all" and len(values) > 5 and min(values[-5:]) >= 0.95:
             yield Finding(
                 rule="unsolved", key=key, weight=200, title=f"{name} is never solved",
@@ -381,7 +366,7 @@ def _ranges(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         if healthy is None or key.startswith("ledger/false_evictions/") or key == "event_loop_lag/max":
             continue
         low, high = healthy
-        _, means = view.index.means(key)
+        means = view.index.means(key)
         if not len(means):
             continue
         outside = float(np.mean((means < low) | (means > high)))

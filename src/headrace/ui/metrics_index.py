@@ -6,8 +6,8 @@
     index.curve("train/loss", first=4000, last=4500)  the same between two steps, read again from the file if buckets are coarse
 
 Lines are collected in buckets of `stride` lines. A bucket keeps, for every key, the least and the greatest value with their steps,
-the sum and the count. When all buckets are full, pairs of them are merged and the stride doubles, so the memory depends on the number of keys
-alone. A bucket has the file offset of its first line, so any range of steps can be read again line by line.
+the sum and the count. When there are too many buckets, the stride doubles and pairs of them are joined, so the memory depends on the number
+of keys alone. A bucket has the file offset of its first line, so any range of steps can be read again line by line.
 
 A run that was killed and resumed trains some steps twice. A line whose step is not above the last one replaces all lines from that
 step on; the bucket in which that step lies is read again.
@@ -21,14 +21,13 @@ lines at evenly spaced offsets (`sampled_lines`, `load`) shows the outline.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -49,10 +48,15 @@ _MAX_BYTES = 4 << 30
 _MAX_STEP = 1 << 53
 _RANGE_BYTES = 48 << 20
 """Most bytes of the file that are read again for one range of steps."""
-
+_LOW, _LOW_STEP, _HIGH, _HIGH_STEP, _SUM, _TOTAL, _COUNT = range(7)
+"""What a bucket keeps of a key: extremes with their steps, sum of the drawn values, sum of the values as written, count."""
+_EMPTY = np.array([math.nan, math.nan, math.nan, math.nan, 0, 0, 0])
 _NOT_JSON = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[ ,}\]])")
+_PLAIN = {int, float, type(None)}
 
 Line = dict[str, Any]
+Entry = tuple[int, Line]
+"""A line and its offset in the file."""
 
 
 def parse_line(line: bytes) -> Line | None:
@@ -67,12 +71,36 @@ def parse_line(line: bytes) -> Line | None:
             record = orjson.loads(_NOT_JSON.sub(b"null", line))
         except ValueError:
             return None
-    return record if _is_record(record) else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP else None
 
 
-def _is_record(value: Any) -> bool:
-    step = value.get("step") if isinstance(value, dict) else None
-    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value can be drawn: a finite int or float, not a bool."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
+
+
+def steps_of(line: Line) -> float:
+    """How many steps a line covers."""
+    steps = line.get("steps_in_interval")
+    return steps if is_number(steps) and steps > 0 else 1
+
+
+def numbers(lines: Iterable[Line], key: str) -> list[float]:
+    """The values of a key in the lines that have a number."""
+    return [line[key] for line in lines if is_number(line.get(key))]
+
+
+def family(line: Line, head: str, tail: str = "") -> dict[str, float]:
+    """Numbers of the keys with this beginning and end, by what is between."""
+    return {
+        key[len(head) : len(key) - len(tail)]: value
+        for key, value in line.items()
+        if key.startswith(head) and key.endswith(tail) and is_number(value)
+    }
 
 
 def _column(records: Sequence[Line], key: str) -> np.ndarray:
@@ -87,17 +115,6 @@ def _column(records: Sequence[Line], key: str) -> np.ndarray:
             found[~np.isfinite(found)] = math.nan
             return found
     return np.array([v if is_number(v) else math.nan for v in values], np.float64)
-
-
-_PLAIN = {int, float, type(None)}
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value can be drawn: a finite int or float, not a bool."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond float64
-        return False
 
 
 def open_metrics(path: Path) -> BinaryIO:
@@ -127,19 +144,13 @@ def sampled_lines(path: Path, count: int) -> list[Line]:
             text = os.pread(handle.fileno(), size, 0)
             found = [r for line in text.split(b"\n") if (r := parse_line(line))]
             return found[:: max(len(found) // count, 1)] + found[-1:] if len(found) > count else found
-        offsets = [i * size // count for i in range(count)] + [max(size - (64 << 10), 0)]
         found = []
-        for at in offsets[:-1]:
+        for at in (i * size // count for i in range(count)):
             # The first piece is the end of a line that begins before the offset.
-            pieces = os.pread(handle.fileno(), 32 << 10, at).split(b"\n")
-            pieces = pieces[0 if at == 0 else 1 : -1]
-            record = next((r for line in pieces[:3] if (r := parse_line(line))), None)
-            if record is not None:
-                found.append(record)
-        tail = [
-            r for line in os.pread(handle.fileno(), 64 << 10, offsets[-1]).split(b"\n")[1:] if (r := parse_line(line))
-        ]
-    return found + tail[-1:]
+            pieces = os.pread(handle.fileno(), 32 << 10, at).split(b"\n")[at > 0 : -1]
+            found += [r for line in pieces[:3] if (r := parse_line(line))][:1]
+        tail = os.pread(handle.fileno(), 64 << 10, max(size - (64 << 10), 0)).split(b"\n")[1:]
+    return found + [r for line in tail if (r := parse_line(line))][-1:]
 
 
 class MetricsIndex:
@@ -153,7 +164,7 @@ class MetricsIndex:
         Args:
             path: The file. It need not exist yet.
             per_step: Whether a key is a counter, which is divided by the steps of its line.
-            buckets: Number of buckets, even.
+            buckets: Most buckets.
         """
         self.path = path
         self._per_step = per_step
@@ -162,15 +173,16 @@ class MetricsIndex:
         self._reset()
 
     def _reset(self) -> None:
-        self._columns: dict[str, np.ndarray] = {}
-        self._layout = np.zeros((self._buckets, 4), np.int64)
+        self._keys: dict[str, int] = {}
+        """Every key that is indexed, with its place in `_cells`."""
+        self._lines = np.zeros((0, 4), np.int64)
         """For each bucket: first step, last step, offset of its first line, number of lines."""
-        self._used = 0
+        self._cells = np.zeros((7, 0, 0))
+        """What a bucket (second axis) keeps of a key (third axis): see _LOW and the names beside it."""
         self._stride = 1
         self._offset = 0
         self._identity: tuple[int, int] | None = None
         self._size = 0
-        self._skipping = False
         self.lines = 0
         """Number of lines indexed so far. A client asks for lines after this number."""
         self.generation = getattr(self, "generation", -1) + 1
@@ -190,226 +202,154 @@ class MetricsIndex:
     @property
     def last_step(self) -> int:
         with self._lock:
-            return int(self._layout[self._used - 1, 1]) if self._used else 0
+            return int(self._lines[-1, 1]) if len(self._lines) else 0
 
     def update(self, seconds: float = math.inf) -> bool:
         """Index what was appended, for at most about `seconds`; returns whether the end of the file was reached."""
         until = time.monotonic() + seconds
-        with self._lock, open_metrics(self.path) as handle:
+        with open_metrics(self.path) as handle:
             status = os.fstat(handle.fileno())
             identity = (status.st_dev, status.st_ino)
-            if self._identity not in (None, identity) or status.st_size < self._offset:
-                self._reset()
-            self._identity, self._size = identity, status.st_size
-        while self._slice():
-            if time.monotonic() > until:
-                return False
+            with self._lock:
+                if self._identity not in (None, identity) or status.st_size < self._offset:
+                    self._reset()
+                self._identity, self._size = identity, status.st_size
+            while self._slice(handle):
+                if time.monotonic() > until:
+                    return False
         return True
 
-    def _slice(self) -> bool:
+    def _slice(self, handle: BinaryIO) -> bool:
         """Index up to `_READ` bytes of whole lines; False at the end of the file."""
-        with self._lock, open_metrics(self.path) as handle:
+        with self._lock:
             text = os.pread(handle.fileno(), _READ, self._offset)
             end = text.rfind(b"\n") + 1
-            if not end:
-                if len(text) < _READ:
-                    return False  # a line that is being written
-                # No line of metrics is longer than a slice: continue after it.
-                self._skipping = True
-                self._offset += len(text)
-                self.damaged += 1
-                return True
-            at, pieces = self._offset, text[:end].split(b"\n")[:-1]
-            if self._skipping:
-                self._skipping = False
-                at += len(pieces[0]) + 1
-                pieces = pieces[1:]
-            self._take(pieces, at)
-            self._offset += end
+            if not end and len(text) < _READ:
+                return False  # a line that is being written
+            # A line longer than a slice is none of metrics: each of its parts counts as damaged.
+            entries, damaged = _parsed(text[: end or None], self._offset)
+            self.damaged += damaged
+            kept = _rising(entries)
+            if kept and len(self._lines) and kept[0][1]["step"] <= self.last_step:
+                self._rewind(kept[0][1]["step"])
+            self._add(kept)
+            self._offset += end or len(text)
             return len(text) == _READ
 
     def load(self, records: Sequence[Line]) -> None:
         """Index some records in place of a file. Of two records for a step the later counts."""
-        kept = _rising(records)
         with self._lock:
             self._reset()
-            self._add(kept, [0] * len(kept))
-
-    def _take(self, pieces: Sequence[bytes], at: int) -> None:
-        records: list[Line] = []
-        offsets: list[int] = []
-        for piece in pieces:
-            record = parse_line(piece)
-            if record is None:
-                self.damaged += bool(piece.strip())
-            else:
-                records.append(record)
-                offsets.append(at)
-            at += len(piece) + 1
-        start, last = 0, self.last_step if self._used else -1
-        for i, record in enumerate(records):
-            if record["step"] <= last:
-                self._add(records[start:i], offsets[start:i])
-                self._rewind(record["step"])
-                start = i
-            last = record["step"]
-        self._add(records[start:], offsets[start:])
+            self._add(_rising([(0, record) for record in records]))
 
     def _rewind(self, step: int) -> None:
         """Remove all lines from `step` on: the run was resumed before it."""
         self.generation += 1
-        keep = int(np.searchsorted(self._layout[: self._used, 1], step))
         self.recent = deque((r for r in self.recent if r["step"] < step), maxlen=RECENT)
-        if keep == self._used:
-            return
-        first, _, offset, _ = self._layout[keep].tolist()
-        for column in self._columns.values():
-            column[keep : self._used] = _EMPTY
-        self._layout[keep : self._used] = 0
-        self._used = keep
-        if first < step:
-            lines = self._lines(offset, offset + _READ)
-            before = list(itertools.takewhile(lambda entry: entry[1]["step"] < step, lines))
-            self._add([record for _, record in before], [at for at, _ in before], fresh=False)
+        keep = int(np.searchsorted(self._lines[:, 1], step))
+        begun = self._lines[keep:].tolist()
+        self._lines, self._cells = self._lines[:keep], self._cells[:, :keep]
+        if begun and begun[0][0] < step:
+            before = self._read_lines(begun[0][2], min(self._offset, begun[0][2] + _RANGE_BYTES))
+            self._add([(at, record) for at, record in before if record["step"] < step], fresh=False)
 
-    def _lines(self, offset: int, stop: int) -> Iterator[tuple[int, Line]]:
-        """(offset, record) of the lines in a part of the file."""
+    def _read_lines(self, offset: int, stop: int) -> list[Entry]:
+        """The lines that count in a part of the file."""
         with open_metrics(self.path) as handle:
-            text = os.pread(handle.fileno(), stop - offset, offset)
-        for piece in text.split(b"\n"):
-            record = parse_line(piece)
-            if record is not None:
-                yield offset, record
-            offset += len(piece) + 1
+            return _rising(_parsed(os.pread(handle.fileno(), stop - offset, offset), offset)[0])
 
-    def _add(self, records: Sequence[Line], offsets: Sequence[int], fresh: bool = True) -> None:
-        """Append records with rising steps. `fresh`: they are new, not read again."""
-        if not records:
+    def _add(self, entries: Sequence[Entry], fresh: bool = True) -> None:
+        """Append lines with rising steps. `fresh`: they are new, not read again."""
+        if not entries:
             return
+        records = [record for _, record in entries]
         if fresh:
             self.lines += len(records)
             self.recent.extend(records[-RECENT:])
-        count = len(records)
-        while self._used and self._room() < count:
-            self._merge()
-        while self._room() < count:  # an empty index, and more lines than buckets
+        self._find_keys(records)
+        held = int(self._lines[:, 3].sum())
+        while held + len(records) > self._stride * self._buckets:
             self._stride *= 2
-        steps = np.array([r["step"] for r in records], np.int64)
+            starts = _starts(self._lines, self._stride)
+            self._lines, self._cells = _joined_lines(self._lines, starts), _joined(self._cells, starts)
         # The lines fill up the last bucket, then buckets of `stride` lines each.
-        begun = int(self._layout[self._used - 1, 3]) if self._used else self._stride
-        last_bucket = self._used - 1 if begun < self._stride else self._used
-        begun %= self._stride
-        buckets = last_bucket + (np.arange(count) + begun) // self._stride
-        starts = np.flatnonzero(np.diff(buckets, prepend=-1))
-        ends = np.append(starts[1:], count)
-        touched = buckets[starts]
-        opened = touched >= self._used
-        self._layout[touched[opened], 0] = steps[starts[opened]]
-        self._layout[touched[opened], 2] = np.array(offsets, np.int64)[starts[opened]]
-        self._layout[touched, 1] = steps[ends - 1]
-        self._layout[touched, 3] += ends - starts
-        self._used = int(touched[-1]) + 1
-        spans = _spans(records)
-        keys = dict.fromkeys(records[0])
-        for key in (*keys, *sorted(set().union(*records) - keys.keys())):
-            if key in ("step", "time"):
+        last = max(len(self._lines) - 1, 0)
+        steps, spans = np.array([r["step"] for r in records], np.int64), _spans(records)
+        lines = np.stack([steps, steps, np.array([at for at, _ in entries], np.int64), np.ones_like(steps)], axis=1)
+        lines = np.concatenate([self._lines[last:], lines])
+        starts = _starts(lines, self._stride)
+        cells = np.empty((7, len(starts), len(self._keys)))
+        for key, at in self._keys.items():
+            raw = _column(records, key)
+            drawn = raw / spans if self._per_step(key) else raw
+            there = ~np.isnan(raw)
+            when = np.where(there, steps, math.nan)
+            each = np.stack([drawn, when, drawn, when, np.where(there, drawn, 0), np.where(there, raw, 0), there])
+            cells[:, :, at] = _joined(np.concatenate([self._cells[:, last:, at], each], 1), starts)
+        self._lines = np.concatenate([self._lines[:last], _joined_lines(lines, starts)])
+        self._cells = np.concatenate([self._cells[:, :last], cells], 1)
+
+    def _find_keys(self, records: Sequence[Line]) -> None:
+        """Give the new keys of some records a place each."""
+        first = dict.fromkeys(records[0])
+        for key in (*first, *sorted(set().union(*records) - first.keys())):
+            if key in self._keys or key in ("step", "time"):
                 continue
-            values = _column(records, key)
-            if key not in self._columns:
-                if np.isnan(values).all() and not any(key in r and r[key] is None for r in records):
-                    continue  # text, a list, a bool
-                if len(self._columns) >= MAX_KEYS:
-                    self.keys_left_out += 1
-                    continue
-                self._columns[key] = np.tile(_EMPTY, (self._buckets, 1))
-            there = ~np.isnan(values)
-            if there.any():
-                drawn = values / spans if self._per_step(key) else values
-                self._fill(self._columns[key], buckets[there], steps[there], drawn[there], values[there])
-
-    def _room(self) -> int:
-        """Number of lines that fit before buckets have to be merged."""
-        free = (self._buckets - self._used) * self._stride
-        return free + (self._stride - int(self._layout[self._used - 1, 3]) if self._used else 0)
-
-    @staticmethod
-    def _fill(column: np.ndarray, buckets: np.ndarray, steps: np.ndarray, drawn: np.ndarray, raw: np.ndarray) -> None:
-        """Add values to their buckets, which are in ascending order. `drawn`: the values per step for a counter. `raw`: the values as written."""
-        starts = np.flatnonzero(np.diff(buckets, prepend=-1))
-        touched = buckets[starts]
-        sizes = np.diff(np.append(starts, len(buckets)))
-        for best, value, step, better in (
-            (np.minimum, _LOW, _LOW_STEP, np.less),
-            (np.maximum, _HIGH, _HIGH_STEP, np.greater),
-        ):
-            extreme = best.reduceat(drawn, starts)
-            equal = np.flatnonzero(drawn == np.repeat(extreme, sizes))
-            at = equal[np.searchsorted(equal, starts)]
-            wins = (column[touched, _COUNT] == 0) | better(extreme, column[touched, value])
-            column[touched[wins], value] = extreme[wins]
-            column[touched[wins], step] = steps[at[wins]]
-        column[touched, _SUM] += np.add.reduceat(drawn, starts)
-        column[touched, _TOTAL] += np.add.reduceat(raw, starts)
-        column[touched, _COUNT] += sizes
-
-    def _merge(self) -> None:
-        """Merge pairs of buckets and double the stride."""
-        half = self._buckets // 2
-        layout = self._layout.reshape(half, 2, 4)
-        merged = np.stack([layout[:, 0, 0], layout[:, :, 1].max(1), layout[:, 0, 2], layout[:, :, 3].sum(1)], axis=1)
-        self._layout = np.vstack([merged, np.zeros((self._buckets - half, 4), np.int64)])
-        for key, column in self._columns.items():
-            pairs = column.reshape(half, 2, len(_EMPTY))
-            a, b = pairs[:, 0], pairs[:, 1]
-            low = np.where(_less(b[:, _LOW], a[:, _LOW])[:, None], b[:, :2], a[:, :2])
-            high = np.where(_less(-b[:, _HIGH], -a[:, _HIGH])[:, None], b[:, 2:4], a[:, 2:4])
-            joined = np.hstack([low, high, a[:, 4:] + b[:, 4:]])
-            self._columns[key] = np.vstack([joined, np.tile(_EMPTY, (self._buckets - half, 1))])
-        self._used, self._stride = (self._used + 1) // 2, self._stride * 2
+            if all(type(r[key]) not in _PLAIN for r in records if key in r):
+                continue  # text, a list, a bool
+            if len(self._keys) >= MAX_KEYS:
+                self.keys_left_out += 1
+                continue
+            self._keys[key] = len(self._keys)
+        new = len(self._keys) - self._cells.shape[2]
+        if new:
+            empty = np.broadcast_to(_EMPTY[:, None, None], (7, len(self._lines), new))
+            self._cells = np.concatenate([self._cells, empty], 2)
 
     # ---------------------------------------------------------------------------------------- questions
 
     def known_keys(self) -> list[str]:
         """Every key that has a number, in the order of first appearance."""
         with self._lock:
-            return list(self._columns)
+            return list(self._keys)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._columns
+        return key in self._keys
+
+    def _of(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """The last step of every bucket, and what the buckets keep of a key; nothing if the key is not known."""
+        with self._lock:
+            if key not in self._keys:
+                return np.empty(0, np.int64), np.empty((7, 0))
+            return self._lines[:, 1], self._cells[:, :, self._keys[key]]
 
     def total(self, key: str) -> float:
         """Sum of a key over all lines."""
-        with self._lock:
-            column = self._columns.get(key)
-            return 0.0 if column is None else float(column[: self._used, _TOTAL].sum())
+        return float(self._of(key)[1][_TOTAL].sum())
 
     def extremes(self, key: str) -> tuple[float, int, float, int] | None:
         """(least value, its step, greatest value, its step); None if the key has no value."""
-        with self._lock:
-            column = self._columns.get(key)
-            if column is None or not column[: self._used, _COUNT].any():
-                return None
-            low, high = np.nanargmin(column[: self._used, _LOW]), np.nanargmax(column[: self._used, _HIGH])
-            return (
-                float(column[low, _LOW]), int(column[low, _LOW_STEP]), float(column[high, _HIGH]), int(column[high, _HIGH_STEP])
-            )  # fmt: skip
+        _, cells = self._of(key)
+        if not cells[_COUNT].any():
+            return None
+        low, high = np.nanargmin(cells[_LOW]), np.nanargmax(cells[_HIGH])
+        return (
+            float(cells[_LOW, low]),
+            int(cells[_LOW_STEP, low]),
+            float(cells[_HIGH, high]),
+            int(cells[_HIGH_STEP, high]),
+        )
 
-    def means(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(last step, mean value) of every bucket that has values."""
-        with self._lock:
-            column = self._columns.get(key)
-            if column is None:
-                return np.empty(0, np.int64), np.empty(0)
-            there = np.flatnonzero(column[: self._used, _COUNT])
-            return self._layout[there, 1].copy(), column[there, _SUM] / column[there, _COUNT]
+    def means(self, key: str) -> np.ndarray:
+        """The mean value of every bucket that has values."""
+        _, cells = self._of(key)
+        there = cells[_COUNT] > 0
+        return cells[_SUM, there] / cells[_COUNT, there]
 
     def cumulative(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(last step, sum of all lines up to that step) of every bucket."""
-        with self._lock:
-            column = self._columns.get(key)
-            if column is None:
-                return np.empty(0, np.int64), np.empty(0)
-            return self._layout[: self._used, 1].copy(), np.cumsum(column[: self._used, _TOTAL])
+        steps, cells = self._of(key)
+        return steps, np.cumsum(cells[_TOTAL])
 
     def curve(
         self, key: str, *, points: int = 800, first: int | None = None, last: int | None = None
@@ -422,46 +362,35 @@ class MetricsIndex:
             first, last: Range of steps; the whole run unless given.
         """
         with self._lock:
-            if first is not None or last is not None:
-                steps, values = self._between(key, first or 0, last if last is not None else _MAX_STEP)
+            if first is None and last is None:
+                steps, values = self._points(key)
             else:
-                steps, values = self._points(key, 0, self._used)
+                steps, values = self._between(key, first or 0, last if last is not None else _MAX_STEP)
         return thinned(steps, values, points)
 
-    def _points(self, key: str, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """The extremes of buckets, in the order of their steps; NaN for a bucket in which the key has no number."""
-        column = self._columns.get(key)
-        if column is None:
-            return np.empty(0, np.int64), np.empty(0)
-        part = column[begin:end]
-        counts = part[:, _COUNT]
-        if not counts.any():
-            return self._layout[begin:end, 1].copy(), np.full(end - begin, math.nan)
-        steps = np.where(counts > 0, part[:, _LOW_STEP], self._layout[begin:end, 1]).astype(np.int64)
-        low = steps, np.where(counts > 0, part[:, _LOW], math.nan)
-        two = np.flatnonzero((counts > 0) & (part[:, _LOW_STEP] != part[:, _HIGH_STEP]))
-        steps = np.concatenate([low[0], part[two, _HIGH_STEP].astype(np.int64)])
-        values = np.concatenate([low[1], part[two, _HIGH]])
+        ends, cells = self._of(key)
+        there = cells[_COUNT] > 0
+        two = there & (cells[_LOW_STEP] != cells[_HIGH_STEP])
+        steps = np.concatenate([np.where(there, cells[_LOW_STEP], ends), cells[_HIGH_STEP, two]]).astype(np.int64)
         order = np.argsort(steps, kind="stable")
-        return steps[order], values[order]
+        return steps[order], np.concatenate([cells[_LOW], cells[_HIGH, two]])[order]
 
     def _between(self, key: str, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        begin = int(np.searchsorted(self._layout[: self._used, 1], first))
-        end = int(np.searchsorted(self._layout[: self._used, 0], last, side="right"))
+        begin = int(np.searchsorted(self._lines[:, 1], first))
+        end = int(np.searchsorted(self._lines[:, 0], last, side="right"))
         if end <= begin:
             return np.empty(0, np.int64), np.empty(0)
-        offset = int(self._layout[begin, 2])
-        stop = int(self._layout[end, 2]) if end < self._used else self._offset
+        offset = int(self._lines[begin, 2])
+        stop = int(self._lines[end, 2]) if end < len(self._lines) else self._offset
         if self._stride > 1 and stop - offset <= _RANGE_BYTES:
-            # Of two lines for a step the later counts.
-            by_step = {r["step"]: r for _, r in self._lines(offset, stop) if first <= r["step"] <= last}
-            found = [by_step[step] for step in sorted(by_step)]
-            steps = np.array([r["step"] for r in found], np.int64)
-            values = _column(found, key)
+            found = [record for _, record in self._read_lines(offset, stop)]
+            steps, values = np.array([r["step"] for r in found], np.int64), _column(found, key)
             if self._per_step(key):
                 values = values / _spans(found)
         else:
-            steps, values = self._points(key, begin, end)
+            steps, values = self._points(key)
         inside = (steps >= first) & (steps <= last)
         return steps[inside], values[inside]
 
@@ -470,7 +399,8 @@ class MetricsIndex:
         with self._lock:
             found = list(self.recent)
             if len(found) < self.lines:
-                found = _rising([*sampled_lines(self.path, count), *found[-1:]])
+                some = [(0, record) for record in (*sampled_lines(self.path, count), *found[-1:])]
+                found = [record for _, record in _rising(some)]
         return found[:: max(math.ceil(len(found) / count), 1)]
 
     def after(self, line: int) -> list[Line]:
@@ -480,30 +410,55 @@ class MetricsIndex:
             return list(self.recent)[-new:] if new > 0 else []
 
 
-_LOW, _LOW_STEP, _HIGH, _HIGH_STEP, _SUM, _TOTAL, _COUNT = range(7)
-"""Columns of a bucket: extremes with their steps, sum of the drawn values, sum of the values as written, count."""
-_EMPTY = np.array([math.nan, 0, math.nan, 0, 0, 0, 0], np.float64)
+def _starts(lines: np.ndarray, stride: int) -> np.ndarray:
+    """Where those begin of some buckets that become one bucket of `stride` lines. A line is a bucket of one."""
+    before = np.cumsum(lines[:, 3]) - lines[:, 3]
+    return np.flatnonzero(np.diff(before // stride, prepend=-1))
 
 
-def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether a < b, or b is NaN (no value) and a is not."""
-    return (a < b) | (np.isnan(b) & ~np.isnan(a))
+def _joined_lines(lines: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """First step, last step, offset and number of lines of buckets that are joined."""
+    ends = np.append(starts, len(lines))[1:] - 1
+    return np.stack([lines[starts, 0], lines[ends, 1], lines[starts, 2], np.add.reduceat(lines[:, 3], starts)], axis=1)
 
 
-def _rising(records: Sequence[Line]) -> list[Line]:
-    """The records with rising steps: a record replaces all before it whose steps are not below its own."""
-    kept: list[Line] = []
-    for record in records:
-        while kept and kept[-1]["step"] >= record["step"]:
+def _joined(cells: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """What joined buckets keep, of one key or of all."""
+    found = np.add.reduceat(cells, starts, axis=1)
+    sizes = np.diff(starts, append=cells.shape[1])
+    for value, step, best in ((_LOW, _LOW_STEP, np.fmin), (_HIGH, _HIGH_STEP, np.fmax)):
+        found[value] = best.reduceat(cells[value], starts)
+        # The first step at which the extreme was reached.
+        reached = cells[value] == np.repeat(found[value], sizes, axis=0)
+        found[step] = np.fmin.reduceat(np.where(reached, cells[step], math.nan), starts)
+    return found
+
+
+def _parsed(text: bytes, at: int) -> tuple[list[Entry], int]:
+    """The lines of a text that begins at offset `at` of the file, and the number of torn and foreign ones."""
+    found, damaged = [], 0
+    for piece in text.split(b"\n"):
+        if (record := parse_line(piece)) is not None:
+            found.append((at, record))
+        else:
+            damaged += bool(piece.strip())
+        at += len(piece) + 1
+    return found, damaged
+
+
+def _rising(entries: Sequence[Entry]) -> list[Entry]:
+    """The lines with rising steps: a line replaces all before it whose steps are not below its own."""
+    kept: list[Entry] = []
+    for entry in entries:
+        while kept and kept[-1][1]["step"] >= entry[1]["step"]:
             kept.pop()
-        kept.append(record)
+        kept.append(entry)
     return kept
 
 
 def _spans(records: Sequence[Line]) -> np.ndarray:
     """How many steps each record covers."""
-    found = _column(records, "steps_in_interval")
-    return np.where(found > 0, found, 1.0)
+    return np.array([steps_of(r) for r in records], np.float64)
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, points: int) -> dict[str, list[Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import ipaddress
 import math
@@ -20,36 +21,43 @@ import socket
 import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
+from typing import Any
 
 from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.ui import pages
 from headrace.ui.questions import Questions, to_json
 from headrace.ui.run_view import RunView, find_runs, spec_book
 
-if TYPE_CHECKING:
+try:
+    import uvicorn
     from starlette.applications import Starlette
+    from starlette.datastructures import MutableHeaders, QueryParams
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError:
+    raise ConfigError(
+        "the live page needs the packages starlette and uvicorn. Run: pip install 'headrace[ui]'"
+    ) from None
 
 ASSETS = Path(__file__).parent / "assets"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-_HEADERS = [
-    (b"content-security-policy", _POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-]
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
 _MAX_PATH = 8192
 _MAX_CONNECTIONS = 128
 _MAX_STREAMS = 32
@@ -68,7 +76,7 @@ class Runs:
         self.root = root
         self.book = spec_book()
         self._lock = threading.Lock()
-        self._views: OrderedDict[str, RunView] = OrderedDict()
+        self._open = functools.lru_cache(_OPEN_RUNS)(lambda name, path: RunView(name, path, self.book))
         self._paths: dict[str, Path] = {}
         self._listed = -math.inf
 
@@ -79,12 +87,7 @@ class Runs:
                 self._paths, self._listed = find_runs(self.root), time.monotonic()
             if name not in self._paths:
                 raise DataError(f"there is no run {name[:200]!r} below {self.root}")
-            view = self._views.get(name)
-            if view is None or view.path != self._paths[name]:
-                view = self._views[name] = RunView(name, self._paths[name], self.book)
-            self._views.move_to_end(name)
-            while len(self._views) > _OPEN_RUNS:
-                self._views.popitem(last=False)
+            view = self._open(name, self._paths[name])
         view.refresh()
         return view
 
@@ -106,77 +109,61 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request = Request(scope)
 
         async def guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
-                kept = [
-                    (k, v) for k, v in message.get("headers", ()) if k.lower() not in {name for name, _ in _HEADERS}
-                ]
-                message["headers"] = [*kept, *_HEADERS, *cookie]
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                if self._holds_token(request.query_params.get("token")):
+                    headers.append("set-cookie", f"headrace={self._token}; HttpOnly; SameSite=Strict; Path=/")
             await send(message)
 
-        cookie: list[tuple[bytes, bytes]] = []
-        problem = self._problem(scope, headers, cookie)
-        app = self._app
-        if problem is not None:
-            from starlette.responses import PlainTextResponse
-
-            app = PlainTextResponse(problem[1], problem[0])
+        problem = self._problem(request)
+        app = self._app if problem is None else PlainTextResponse(problem[1], problem[0])
         await app(scope, receive, guarded)
 
-    def _problem(
-        self, scope: Any, headers: dict[bytes, bytes], cookie: list[tuple[bytes, bytes]]
-    ) -> tuple[int, str] | None:
-        """Status and sentence of a refusal; None if the request is allowed. Adds a `cookie` to set if the address held the token."""
-        if scope["method"] not in ("GET", "HEAD"):
+    def _problem(self, request: Request) -> tuple[int, str] | None:
+        """Status and sentence of a refusal; None if the request is allowed."""
+        scope, headers = request.scope, request.headers
+        if request.method not in ("GET", "HEAD"):
             return 405, "this page changes nothing: only GET"
         if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _MAX_PATH:
             return 414, "the address is too long"
-        hosts = [v.decode("latin-1").lower() for k, v in scope["headers"] if k == b"host"]
+        hosts = [host.lower() for host in headers.getlist("host")]
         if len(hosts) != 1 or hosts[0] not in self._hosts:
             return 421, "this server does not answer to that host name"
-        site = headers.get(b"sec-fetch-site", b"none")
-        if site not in (b"none", b"same-origin") and not (
-            site == b"cross-site" and headers.get(b"sec-fetch-mode") == b"navigate" and scope["path"] == "/"
+        site = headers.get("sec-fetch-site", "none")
+        followed_link = site == "cross-site" and headers.get("sec-fetch-mode") == "navigate" and scope["path"] == "/"
+        origin = headers.get("origin")
+        if not (site in ("none", "same-origin") or followed_link) or (
+            origin is not None and origin.lower().partition("://")[2] != hosts[0]
         ):
             return 403, "requests from other sites are refused"
-        origin = headers.get(b"origin")
-        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != hosts[0]:
-            return 403, "requests from other sites are refused"
         if self._token is not None:
-            given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-            if given and hmac.compare_digest(given.encode(), self._token.encode()):
-                cookie.append((b"set-cookie", f"headrace={self._token}; HttpOnly; SameSite=Strict; Path=/".encode()))
-                return None
-            held = [
-                c.partition("=")[2]
-                for c in headers.get(b"cookie", b"").decode("latin-1").split("; ")
-                if c.startswith("headrace=")
-            ]
-            if not any(hmac.compare_digest(h.encode(), self._token.encode()) for h in held):
+            given = (request.query_params.get("token"), request.cookies.get("headrace"))
+            if not any(map(self._holds_token, given)):
                 return 401, "open the address that `headrace ui` printed: it holds a token"
         return None
+
+    def _holds_token(self, given: str | None) -> bool:
+        if given is None or self._token is None:
+            return False
+        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 # --------------------------------------------------------------------------------------------------------- app
 
 
-def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, questions: Questions | None = None) -> Any:
+def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None) -> Any:
     """The pages of the runs below `root`, as an ASGI application behind its guard.
 
     Args:
         root: A run's folder, or a folder of runs.
         hosts, token: Those of `Guard`.
-        questions: Answers questions about documents; made unless given.
     """
-    from starlette.applications import Starlette
-    from starlette.responses import Response, StreamingResponse
-    from starlette.routing import Mount, Route
-    from starlette.staticfiles import StaticFiles
-
     runs = Runs(root)
-    asked = questions if questions is not None else Questions()
+    questions = Questions()
     following = 0
     # At most four threads make answers, so requests cannot start any number of them.
     makers = asyncio.Semaphore(4)
@@ -184,36 +171,25 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
     def answered(value: Any, status: int = 200) -> Response:
         return Response(to_json(value), status, media_type="application/json")
 
-    async def made(make: Callable[[], Any]) -> Response:
-        try:
-            async with makers:
-                return answered(await asyncio.to_thread(make))
-        except HeadraceError as error:
-            return answered({"error": str(error)[:2000]}, 404 if isinstance(error, DataError) else 409)
-        except (ValueError, KeyError) as error:
-            return answered({"error": f"the address makes no sense: {error}"[:500]}, 400)
+    def api(make: Callable[[QueryParams], Any]) -> Callable[[Request], Any]:
+        """An endpoint that answers with what `make` returns for the query of a request."""
 
-    def page(make: Callable[[RunView, Any], Any]) -> Any:
         async def answer(request: Request) -> Response:
-            return await made(lambda: make(runs.view(request.query_params["run"]), request.query_params))
+            try:
+                async with makers:
+                    return answered(await asyncio.to_thread(make, request.query_params))
+            except HeadraceError as error:
+                return answered({"error": str(error)[:2000]}, 404 if isinstance(error, DataError) else 409)
+            except (ValueError, KeyError) as error:
+                return answered({"error": f"the address makes no sense: {error}"[:500]}, 400)
 
         return answer
 
-    def ask(view: RunView, question: str, **arguments: Any) -> Any:
-        return asked.ask(question, path=view.path.resolve(), **arguments)
+    def page(make: Callable[[RunView], Any]) -> Callable[[Request], Any]:
+        return api(lambda q: make(runs.view(q["run"])))
 
-    async def all_runs(request: Request) -> Response:
-        return await made(lambda: pages.runs(root, runs.book))
-
-    async def compare(request: Request) -> Response:
-        query = request.query_params
-        return await made(lambda: pages.compare(runs.view(query["a"]), runs.view(query["b"])))
-
-    async def diff(request: Request) -> Response:
-        query = request.query_params
-        return await made(
-            lambda: asked.ask("diff", a=runs.view(query["a"]).path.resolve(), b=runs.view(query["b"]).path.resolve())
-        )
+    def ask(q: QueryParams, question: str, **arguments: Any) -> Any:
+        return questions.ask(question, path=runs.view(q["run"]).path.resolve(), **arguments)
 
     async def events(request: Request) -> Response:
         nonlocal following
@@ -257,25 +233,24 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
         return int(text) if text else None
 
     routes = {
-        "/api/runs": all_runs, "/api/compare": compare, "/api/diff": diff, "/api/events": events,
-        "/api/overview": page(lambda view, q: pages.overview(view)),
-        "/api/metrics": page(lambda view, q: pages.metrics(view)),
-        "/api/config": page(lambda view, q: pages.config(view)),
-        "/api/streams": page(lambda view, q: pages.streams(view)),
-        "/api/spool": page(lambda view, q: pages.spool(view)),
-        "/api/rl": page(lambda view, q: pages.rl(view)),
-        "/api/rollouts": page(lambda view, q: pages.rollouts(view, int(q["step"]))),
-        "/api/curves": page(lambda view, q: pages.curves(view, q.getlist("key"), first=number(q.get("first")), last=number(q.get("last")), points=int(q.get("points", "600")))),
-        "/api/step": page(lambda view, q: ask(view, "step", number=int(q["step"]), rank=number(q.get("rank")))),
-        "/api/tokens": page(lambda view, q: ask(view, "tokens", sample=int(q["sample"]))),
-        "/api/find": page(lambda view, q: ask(view, "find", source=q["source"], row=int(q["row"]), file=q.get("file") or None)),
-        "/api/search": page(lambda view, q: ask(view, "search", text=q["text"][:1000], around=int(q["step"]))),
+        "/api/events": events,
+        "/api/runs": api(lambda q: pages.runs(root, runs.book)),
+        "/api/overview": page(pages.overview), "/api/metrics": page(pages.metrics), "/api/config": page(pages.config),
+        "/api/streams": page(pages.streams), "/api/spool": page(pages.spool), "/api/rl": page(pages.rl),
+        "/api/rollouts": api(lambda q: pages.rollouts(runs.view(q["run"]), int(q["step"]))),
+        "/api/curves": api(lambda q: pages.curves(runs.view(q["run"]), q.getlist("key"), first=number(q.get("first")), last=number(q.get("last")), points=int(q.get("points", "600")))),
+        "/api/compare": api(lambda q: pages.compare(runs.view(q["a"]), runs.view(q["b"]))),
+        "/api/step": api(lambda q: ask(q, "step", number=int(q["step"]), rank=number(q.get("rank")))),
+        "/api/tokens": api(lambda q: ask(q, "tokens", sample=int(q["sample"]))),
+        "/api/find": api(lambda q: ask(q, "find", source=q["source"], row=int(q["row"]), file=q.get("file") or None)),
+        "/api/search": api(lambda q: ask(q, "search", text=q["text"][:1000], around=int(q["step"]))),
+        "/api/diff": api(lambda q: questions.ask("diff", a=runs.view(q["a"]).path.resolve(), b=runs.view(q["b"]).path.resolve())),
     }  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         yield
-        await asyncio.to_thread(asked.close)
+        await asyncio.to_thread(questions.close)
 
     app = Starlette(
         routes=[
@@ -288,6 +263,47 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
 
 
 # ------------------------------------------------------------------------------------------------------- serve
+
+
+class Connection(H11Protocol):
+    """A connection that must send its request in time and read its answer in time. When there are too many, the oldest without a request is closed."""
+
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._late = self.loop.call_later(_REQUEST_SECONDS, self._drop)
+        if len(self.connections) > _MAX_CONNECTIONS:
+            idle = next(
+                (c for c in list(self.connections) if c is not self and getattr(c, "cycle", None) is None), None
+            )
+            if idle is not None:
+                idle.transport.abort()
+                idle.connections.discard(idle)
+
+    def _drop(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_REQUEST_SECONDS, self._reset)
+
+    def _reset(self) -> None:
+        # A close would wait until the client reads, in this process or in the kernel. A reset drops what is buffered.
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        if self._unread is not None:
+            self._unread.cancel()
+        super().connection_lost(exc)
 
 
 def serve(
@@ -307,13 +323,6 @@ def serve(
         ready: Called with the page's address.
         parent: Id of a process; the server ends when that process ends.
     """
-    try:
-        import uvicorn
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-    except ImportError:
-        raise ConfigError(
-            "the live page needs the packages starlette and uvicorn. Run: pip install 'headrace[ui]'"
-        ) from None
     find_runs(root)  # DataError for a wrong path, before anything is started
     try:
         loopback = ipaddress.ip_address(host).is_loopback
@@ -328,48 +337,6 @@ def serve(
         else {host, socket.gethostname(), socket.getfqdn(), *_addresses()}
     )
     hosts = frozenset(f"{name.lower()}:{port}" for name in names)
-
-    class Connection(H11Protocol):
-        """A connection that must send its request in time and read its answer in time. When there are too many, the oldest without a request is closed."""
-
-        _unread: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._late = self.loop.call_later(_REQUEST_SECONDS, self._drop)
-            if len(self.connections) > _MAX_CONNECTIONS:
-                idle = next(
-                    (c for c in list(self.connections) if c is not self and getattr(c, "cycle", None) is None), None
-                )
-                if idle is not None:
-                    idle.transport.abort()
-                    idle.connections.discard(idle)
-
-        def _drop(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.abort()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread = self.loop.call_later(_REQUEST_SECONDS, self._reset)
-
-        def _reset(self) -> None:
-            # A close would wait until the client reads, in this process or in the kernel. A reset drops what is buffered.
-            self.transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )
-            self.transport.abort()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._unread is not None:
-                self._unread.cancel()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._late.cancel()
-            if self._unread is not None:
-                self._unread.cancel()
-            super().connection_lost(exc)
 
     app = make_app(root, hosts=hosts, token=token)
     config = uvicorn.Config(
@@ -386,18 +353,17 @@ def serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    v6 = ":" in host
     try:
-        bound.bind((host, port))
-        bound.listen(128)  # from here on a client of the printed address waits instead of failing
+        # From here on a client of the printed address waits instead of failing.
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if v6 else socket.AF_INET, backlog=128,
+            dualstack_ipv6=v6 and socket.has_dualstack_ipv6(),
+        )  # fmt: skip
     except OSError as error:
-        bound.close()
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}. Give another --port, or 0 for a free one"
         ) from error
-    return bound
 
 
 def _addresses() -> set[str]:

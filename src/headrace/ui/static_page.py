@@ -45,18 +45,8 @@ def write_page(view: RunView, path: Path) -> int:
 
 def page_html(view: RunView) -> str:
     """The report of a run as HTML."""
-    shown = pages.tabs(view)
-    made: dict[str, Any] = {
-        "overview": pages.overview(view),
-        "metrics": pages.metrics(view),
-        "config": pages.config(view),
-    }
-    for name, make in (("streams", pages.streams), ("spool", pages.spool), ("rl", pages.rl)):
-        if name in shown:
-            made[name] = make(view)
-    kept = [name for name in shown if name not in ("step", "find")]
-    for page in made.values():
-        page["tabs"] = kept
+    tabs = [name for name in pages.tabs(view) if name not in ("step", "find")]
+    made: dict[str, Any] = {name: getattr(pages, name)(view) | {"tabs": tabs} for name in tabs}
     keys = [curve["key"] for panel in made["metrics"]["panels"] for curve in panel["curves"]]
     data = {
         "run": view.run,

@@ -497,7 +497,7 @@ def test_the_target_is_that_of_all_steps_when_weights_were_changed_at_a_resume(t
     ],
 )
 def test_a_state_that_cannot_be_is_refused_as_damaged(data, change):
-    with pytest.raises(CursorMismatch, match=r"state is damaged|state 0 of 1 is a int"):
+    with pytest.raises(CursorMismatch, match=r"state is damaged|state 0 of 1 is not a headrace cursor"):
         loader(data).load_state_dict(change(loader(data).state_dict()))
 
 

@@ -84,13 +84,17 @@ def test_lines_that_come_one_by_one_are_found_again_by_step_also_after_a_rewind(
     file.touch()
     index = MetricsIndex(file, buckets=8)
     truth: dict[int, float] = {}
-    for step in (*range(1, 100), *range(51, 80)):  # killed after step 99, resumed from 50
+    for step in (
+        *range(1, 100),
+        *range(51, 80),
+        *range(60, 90),
+    ):  # killed after step 99, resumed from 50, and again from 59
         truth = {s: v for s, v in truth.items() if s < step} | {step: float(len(truth))}
         with open(file, "a") as out:
             out.write(json.dumps({"step": step, "x": truth[step]}) + "\n")
         index.update()
     assert index.total("x") == sum(truth.values())
-    for first in range(1, 79, 7):
+    for first in range(1, 89, 7):
         found = index.curve("x", first=first, last=first + 5)
         assert found["steps"] == [s for s in truth if first <= s <= first + 5]
         assert found["values"] == [truth[s] for s in found["steps"]]

@@ -19,6 +19,11 @@ async function api(name, params = {}) {
   if (!response.ok) throw new Error(value.error || `the server answered ${response.status}`);
   return value;
 }
+// The answer for a part of the page; null if it was refused there, or if another page was opened meanwhile.
+async function answerFor(part, name, params) {
+  const here = visit;
+  try { const answer = await api(name, params); return here === visit ? answer : null; } catch (error) { if (here === visit) put(part, refused(error)); return null; }
+}
 const link = (run, ...rest) => '#/' + ['run', run, ...rest].map(encodeURIComponent).join('/');
 const go = address => { location.hash = address; };
 
@@ -73,6 +78,7 @@ function findingsList(list, run, tabs, open) {
     rest.length ? h('details', {}, h('summary', {class: 'dim'}, `${rest.length} more to look at`), h('div', {class: 'findings'}, rest.map(f => findingCard(f, run, tabs)))) : '');
 }
 
+const table = (titles, rows) => h('div', {class: 'scroll'}, h('table', {}, titles.length ? h('thead', {}, h('tr', {}, titles.map(t => h('th', {}, t)))) : '', h('tbody', {}, rows)));
 function refused(error) { return h('p', {class: 'refused', role: 'alert'}, String(error.message || error)); }
 function command(text) {
   const button = h('button', {onclick: async () => { try { await navigator.clipboard.writeText(text); button.textContent = 'copied'; } catch { button.textContent = 'select and copy'; } }}, 'copy');
@@ -203,10 +209,8 @@ async function stepPage(run, number) {
   const keyed = e => { if (e.target.closest('input, svg')) return; if (e.key === 'ArrowLeft' && step > 1) go(link(run, 'step', step - 1)); if (e.key === 'ArrowRight') go(link(run, 'step', step + 1)); };
   addEventListener('keydown', keyed);
   leave.push(() => removeEventListener('keydown', keyed));
-  const here = visit;
-  let answer;
-  try { answer = await api('step', {run, step}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
-  if (here !== visit) return;
+  const answer = await answerFor(body, 'step', {run, step});
+  if (!answer) return;
   const total = Object.values(answer.totals).reduce((a, t) => a + t.tokens, 0) || 1;
   const proof = answer.proven ? h('span', {class: 'pill good', title: answer.digest}, 'proven by the digest the run recorded') : h('span', {class: 'pill warn'}, 'not proven: the run has not recorded this step’s digest');
   const sources = Object.keys(answer.totals);
@@ -254,22 +258,17 @@ async function findPage(run, source, row, file) {
   put(main, h('div', {class: 'head'}, h('h1', {}, 'Find'), h('span', {class: 'dim'}, 'which steps saw a document')),
     h('form', {class: 'toolbar', onsubmit: e => { e.preventDefault(); go(link(run, 'find', which.value, at.value || '0', inFile.value)); }}, h('span', {class: 'dim'}, 'Document'), which, at, inFile, h('button', {}, 'Find')),
     h('form', {class: 'toolbar', onsubmit: e => { e.preventDefault(); search(); }}, h('span', {class: 'dim'}, 'Text'), words, h('span', {class: 'dim'}, 'around step'), near, h('button', {}, 'Search')), body);
-  const here = visit;
   async function search() {
     put(body, h('p', {class: 'loading'}, 'Making the documents around that step again…'));
-    try {
-      const answer = await api('search', {run, text: words.value, step: near.value});
-      if (here !== visit) return;
-      put(body, h('p', {class: 'dim'}, `${answer.documents.length} pieces in steps ${answer.steps[0]} to ${answer.steps[answer.steps.length - 1]}`), ...answer.documents.map(d => documentCard(run, d)));
-    } catch (error) { put(body, refused(error)); }
+    const answer = await answerFor(body, 'search', {run, text: words.value, step: near.value});
+    if (answer) put(body, h('p', {class: 'dim'}, `${answer.documents.length} pieces in steps ${answer.steps[0]} to ${answer.steps[answer.steps.length - 1]}`), ...answer.documents.map(d => documentCard(run, d)));
   }
   if (source === undefined || row === undefined) return;
   put(body, h('p', {class: 'loading'}, 'Looking for its windows…'));
-  let answer;
-  try { answer = await api('find', {run, source, row, file}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
-  if (here !== visit) return;
+  const answer = await answerFor(body, 'find', {run, source, row, file});
+  if (!answer) return;
   put(body, h('h2', {}, `${answer.source} row ${whole(answer.source_row)}`), h('div', {class: 'key'}, `${answer.file} row ${answer.row}`),
-    answer.seen.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Step', 'Epoch', 'Sample', 'Rank', 'Row', 'Tokens'].map(t => h('th', {}, t)))), h('tbody', {}, answer.seen.map(x => h('tr', {}, h('td', {}, x.step === null ? 'skipped' : h('a', {href: link(run, 'step', x.step)}, whole(x.step))), [x.epoch, x.sample, x.rank, x.position].map(v => h('td', {}, whole(v))), h('td', {}, `${whole(x.start)}–${whole(x.start + x.length)}`)))))) : h('p', {class: 'empty'}, `Not seen up to step ${whole(answer.last_step)}.`),
+    answer.seen.length ? table(['Step', 'Epoch', 'Sample', 'Rank', 'Row', 'Tokens'], answer.seen.map(x => h('tr', {}, h('td', {}, x.step === null ? 'skipped' : h('a', {href: link(run, 'step', x.step)}, whole(x.step))), [x.epoch, x.sample, x.rank, x.position].map(v => h('td', {}, whole(v))), h('td', {}, `${whole(x.start)}–${whole(x.start + x.length)}`)))) : h('p', {class: 'empty'}, `Not seen up to step ${whole(answer.last_step)}.`),
     answer.never ? h('p', {class: 'dim'}, `It does not come${answer.seen.length ? ' again' : ''}: ${answer.never}`) : '',
     answer.upcoming ? h('p', {class: 'dim'}, `It comes next in epoch ${answer.upcoming.epoch}, lane ${answer.upcoming.lane}, at position ${whole(answer.upcoming.position)}.`) : '');
 }
@@ -284,13 +283,11 @@ async function comparePage(a, b) {
   const charts = data.charts.map((p, i) => new LineChart(p, {size: i === 0 ? 'wide' : '', height: i === 0 ? 230 : 180, onPick: data.provenance ? step => go(link(a, 'step', step)) : null}));
   const side = (letter, status, run) => h('span', {}, h('b', {}, letter + ' '), h('a', {href: link(run, 'overview')}, status.name), h('span', {class: 'key'}, ' ' + run), h('span', {class: 'dim'}, ` ${status.state}, step ${whole(status.step)}`));
   put(main, h('div', {class: 'head'}, h('h1', {}, 'Compare'), side('A', data.a, a), side('B', data.b, b)), parts, h('div', {class: 'grid'}, charts.map(c => c.root)),
-    h('h2', {}, 'Config'), data.config.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Key', 'A', 'B'].map(t => h('th', {}, t)))), h('tbody', {}, data.config.map(([k, x, y]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, x === null ? '–' : x), h('td', {}, y === null ? '–' : y)))))) : h('p', {class: 'dim'}, 'The configs are the same.'));
+    h('h2', {}, 'Config'), data.config.length ? table(['Key', 'A', 'B'], data.config.map(([k, x, y]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, x === null ? '–' : x), h('td', {}, y === null ? '–' : y)))) : h('p', {class: 'dim'}, 'The configs are the same.'));
   leave.push(() => charts.forEach(c => c.remove()));
   if (!data.provenance) { put(parts, h('p', {class: 'dim'}, 'Only text runs record which documents they saw.')); return; }
-  const here = visit;
-  let answer;
-  try { answer = await api('diff', {a, b}); } catch (error) { if (here === visit) put(parts, refused(error)); return; }
-  if (here !== visit) return;
+  const answer = await answerFor(parts, 'diff', {a, b});
+  if (!answer) return;
   const seen = (letter, x, run) => x && h('article', {class: 'doc'}, h('div', {class: 'where'}, h('b', {}, letter), x.source === null ? 'nothing to learn' : [h('b', {}, x.source), h('span', {class: 'key'}, `${x.file} row ${x.row}`)], x.step !== null ? h('a', {href: link(run, 'step', x.step)}, `step ${whole(x.step)}`) : 'skipped'), x.text ? h('div', {class: 'text'}, x.text) : '');
   put(parts, h('div', {class: 'verdict ' + (answer.same ? 'good' : 'warn')}, h('span', {class: 'mark', 'aria-hidden': 'true'}, answer.same ? '✓' : '!'),
     answer.same ? `The same data for all ${whole(Math.min(answer.steps_a, answer.steps_b))} steps that both have` : `The data parts at step ${whole(answer.step_a)}${answer.step_a !== answer.step_b ? ` of A, step ${whole(answer.step_b)} of B` : ''}`),
@@ -358,7 +355,6 @@ async function streamsPage(run, wanted) {
 async function spoolPage(run) {
   const data = await api('spool', {run});
   bar(run, data.tabs, 'spool');
-  const table = (titles, rows) => h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, titles.map(t => h('th', {}, t)))), h('tbody', {}, rows)));
   const parts = [];
   if (data.refused) parts.push(h('p', {class: 'refused'}, data.refused));
   else {
@@ -444,8 +440,8 @@ async function rolloutPage(run, step, chosen) {
 async function configPage(run) {
   const data = await api('config', {run});
   bar(run, data.tabs, 'config');
-  put(main, ...titled(data.status).filter(x => x), data.status.resume ? command(data.status.resume) : '', h('h2', {}, 'Config'), h('div', {class: 'scroll'}, h('table', {}, h('tbody', {}, data.config.map(([k, v]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, v)))))),
-    h('h2', {}, 'Journal'), h('div', {class: 'scroll'}, h('table', {}, h('tbody', {}, data.events.slice().reverse().map(e => h('tr', {}, h('td', {class: 'dim small'}, Number.isFinite(Number(e.time)) ? new Date(Number(e.time) * 1000).toLocaleString() : ''), h('td', {}, e.event), h('td', {class: 'dim'}, Object.entries(e).filter(([k]) => k !== 'time' && k !== 'event').map(([k, v]) => `${k} ${v}`).join(', '))))))));
+  put(main, ...titled(data.status).filter(x => x), data.status.resume ? command(data.status.resume) : '', h('h2', {}, 'Config'), table([], data.config.map(([k, v]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, v)))),
+    h('h2', {}, 'Journal'), table([], data.events.slice().reverse().map(e => h('tr', {}, h('td', {class: 'dim small'}, Number.isFinite(Number(e.time)) ? new Date(Number(e.time) * 1000).toLocaleString() : ''), h('td', {}, e.event), h('td', {class: 'dim'}, Object.entries(e).filter(([k]) => k !== 'time' && k !== 'event').map(([k, v]) => `${k} ${v}`).join(', '))))));
 }
 
 // ------------------------------------------------------------------------------------------------ route

@@ -159,7 +159,6 @@ class LineChart extends Card {
     if (low === high) { const pad = Math.abs(low) * 0.1 || 1; if (low > 0) low = 0; else low -= pad; high += pad; }
     const pad = (high - low) * 0.06;
     high += pad; if (low !== 0) low -= pad;
-    if (this.options.fixed) [low, high] = this.options.fixed;
     const y = this.axisY(low, high, this.panel.unit), x = this.axisX(first, last), {left, right, top, bottom} = this.box;
     this.scale = {x, y, first, last};
     const clamp = v => Math.max(top, Math.min(bottom, v));

@@ -9,8 +9,8 @@ import numpy as np
 
 from headrace.errors import count_text
 from headrace.ui.findings import recent_lines, recent_waits
-from headrace.ui.metrics_index import is_number
-from headrace.ui.pages.page_parts import BARS, bars, chart, facts, findings, header, steps_of, verdict
+from headrace.ui.metrics_index import is_number, steps_of
+from headrace.ui.pages.page_parts import BARS, bars, chart, facts, findings, header, verdict
 from headrace.ui.run_view import SPEEDS, RunView
 
 _CHARTS = ("reward/all/mean", "train/loss", "tokens_per_second", "cells_per_second", "train/grad_norm", "train/lr")
@@ -60,7 +60,7 @@ def _figures(view: RunView) -> list[dict[str, Any]]:
     least = f"lowest {extremes[0]:.4g} at step {extremes[1]:,}" if extremes else ""
     add("Loss", "train/loss", last.get("train/loss"), note=least)
     for key, unit in SPEEDS:
-        _, means = view.index.means(key)
+        means = view.index.means(key)
         add("Throughput", key, last.get(key), unit, f"median {np.median(means):,.0f}" if len(means) else "")
     waits, total, steps = recent_waits(view)
     if total > 0:

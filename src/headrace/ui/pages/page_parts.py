@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ui.findings import find_problems, healthy_range, title_of
-from headrace.ui.metrics_index import Line, is_number
+from headrace.ui.metrics_index import Line, family, is_number, steps_of
 from headrace.ui.run_view import RunView
 
 POINTS = 600
@@ -121,12 +121,6 @@ def _curve_name(view: RunView, key: str, keys: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------- whole lines
 
 
-def steps_of(line: Line) -> float:
-    """How many steps a line covers."""
-    steps = line.get("steps_in_interval")
-    return steps if is_number(steps) and steps > 0 else 1
-
-
 def bars(view: RunView, lines: Iterable[Line]) -> list[dict[str, Any]]:
     """Lines as bars: the parts of a step in ms, the tokens of each source, the exposed wait of ranks as a share of their time."""
     ranks = max(view.world_size, 1)
@@ -135,8 +129,8 @@ def bars(view: RunView, lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 def _bar(line: Line, ranks: int) -> dict[str, Any]:
     per = steps_of(line) * ranks
-    parts = {name: 1000 * v / per for name, v in _family(line, "step/", "/seconds").items() if name and v > 0}
-    tokens = _family(line, "data/source_tokens/") or _family(line, "data/modality_total_tokens/")
+    parts = {name: 1000 * v / per for name, v in family(line, "step/", "/seconds").items() if name and v > 0}
+    tokens = family(line, "data/source_tokens/") or family(line, "data/modality_total_tokens/")
     found: dict[str, Any] = {"step": line["step"], "parts": parts, "tokens": tokens}
     total = line.get("step/seconds")
     if not is_number(total) or total <= 0:
@@ -148,12 +142,3 @@ def _bar(line: Line, ranks: int) -> dict[str, Any]:
     elif is_number(worst) and is_number(most):
         found["worst"] = [worst, most * ranks / total]
     return found
-
-
-def _family(line: Line, head: str, tail: str = "") -> dict[str, float]:
-    """Numbers of the keys with this beginning and end, by what is between."""
-    return {
-        key[len(head) : len(key) - len(tail)]: value
-        for key, value in line.items()
-        if key.startswith(head) and key.endswith(tail) and is_number(value)
-    }
