@@ -16,7 +16,6 @@ from headrace.runs.config.streams import CellTrainSection, LedgerSection, Stream
 from headrace.settings import LoaderSettings, TextSettings
 from headrace.spool.providers.labelled import LabelledTextProvider
 from headrace.train.cells import CellTrainer
-from headrace.train.recurrent import RecurrentTrainer
 
 OTHERWISE = {
     (SourceSection, "name"): "TOML derives the name when it checks the table, and has no word for none",
@@ -41,7 +40,6 @@ def defaults(made: Callable[..., Any]) -> dict[str, Any]:
         (LoaderSection, LoaderSettings, 3),
         (StreamsSection, hr.StreamMixingDataset, 10),
         (CellTrainSection, CellTrainer, 3),
-        (CellTrainSection, RecurrentTrainer, 1),
         (LedgerSection, LedgerSettings, 5),
         (SpoolSection, LabelledTextProvider, 2),
     ],
