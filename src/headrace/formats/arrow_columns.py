@@ -128,19 +128,15 @@ def _as_numpy(array: pa.Array) -> np.ndarray | Ragged:
     if array.null_count:
         raise _Unfit(f"has {array.null_count:,} nulls")
     if _is_list(kind) and _is_number(kind.value_type):
-        # The values of a slice, without the copy that flatten() makes.
-        if pa.types.is_fixed_size_list(kind):
-            values = array.values[array.offset * kind.list_size : (array.offset + len(array)) * kind.list_size]
-            offsets = np.zeros(0, np.int64)
-        else:
-            offsets = np.asarray(array.offsets, np.int64)
-            values = array.values[int(offsets[0]) : int(offsets[-1])] if len(offsets) else array.values[:0]
-        if values.null_count and (pa.types.is_fixed_size_list(kind) or not pa.types.is_floating(kind.value_type)):
+        is_fixed = pa.types.is_fixed_size_list(kind)
+        values = array.flatten()
+        if values.null_count and (is_fixed or not pa.types.is_floating(kind.value_type)):
             raise _Unfit(f"has {values.null_count:,} nulls in its lists")
         flat = values.to_numpy(zero_copy_only=False)
-        if pa.types.is_fixed_size_list(kind):
+        if is_fixed:
             return flat.reshape(len(array), kind.list_size)
-        return Ragged(values=flat, offsets=offsets - offsets[0] if len(offsets) else np.zeros(1, np.int64))
+        offsets = np.asarray(array.offsets, np.int64)
+        return Ragged(values=flat, offsets=offsets - offsets[0])
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
         return np.array([*array.to_pylist(), None], dtype=object)[:-1]
     raise _Unfit(f"is {kind}, which has no place in a batch")
