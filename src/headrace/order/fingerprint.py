@@ -2,7 +2,7 @@
 
 At start a file is known by its size and a few sampled blocks (64 KiB at the head, at the tail and at keyed places
 between: about a millisecond, whatever the size). When a chunk is read, all of its bytes are hashed (xxh3, ~10 GB/s on one
-core) and compared with what was recorded the first time. `full_fingerprint` reads everything, on request.
+core) and compared with what was recorded the first time.
 """
 
 from __future__ import annotations
@@ -38,15 +38,6 @@ def file_fingerprint(path: Path, size: int) -> str:
         for start in sampled_offsets(size):
             handle.seek(start)
             hasher.update(handle.read(SAMPLED_BLOCK))
-    return hasher.hexdigest()
-
-
-def full_fingerprint(path: Path) -> str:
-    """16 hex digits over every byte of the file."""
-    hasher = xxhash.xxh3_64()
-    with open(path, "rb") as handle:
-        while block := handle.read(1 << 20):
-            hasher.update(block)
     return hasher.hexdigest()
 
 

@@ -111,10 +111,7 @@ def stored_matches(place: str, *, suffixes: Sequence[str], packings: tuple[str, 
     """Return the objects that a URL names."""
     store, root, objects = find_objects(place, suffixes=suffixes, packings=COMPRESSED, what=what)
     for path, _, _ in objects:
-        if path.endswith(COMPRESSED) and not path.endswith(packings):
-            raise DataError(
-                f"{what}: {root}/{path} is compressed, which this scheme does not read. Unpack it, or take it out of the source."
-            )
+        _require_readable(f"{root}/{path}", packings, what)
     return Found(root=root, files=tuple(FoundFile(path=p, size=s, version=tag) for p, s, tag in objects), store=store)
 
 
@@ -167,12 +164,7 @@ class _Walk:
                 f"{self.what}: {path} is {file_kind(status.st_mode)}; a source reads regular files only. Take it out of the "
                 "folder, or name the files with a narrower glob."
             )
-        if relative.endswith(COMPRESSED) and not relative.endswith(self.packings):
-            raise DataError(
-                f"{self.what}: {path} is compressed, which this scheme does not read"
-                + (f" (it reads {' and '.join(self.packings)})" if self.packings else "")
-                + ". Unpack it, or take it out of the source."
-            )
+        _require_readable(str(path), self.packings, self.what)
         try:
             relative.encode()
         except UnicodeEncodeError:
@@ -246,6 +238,15 @@ class _Walk:
                 return None
 
         return patiently(f"{self.what}: looking at {path}", call)
+
+
+def _require_readable(path: str, packings: tuple[str, ...], what: str) -> None:
+    """Refuse a compressed file that the scheme does not read."""
+    if path.endswith(COMPRESSED) and not path.endswith(packings):
+        readable = f" (it reads {' and '.join(packings)})" if packings else ""
+        raise DataError(
+            f"{what}: {path} is compressed, which this scheme does not read{readable}. Unpack it, or take it out of the source."
+        )
 
 
 def _scandir(folder: Path) -> list[os.DirEntry[str]]:
