@@ -16,6 +16,7 @@ before memory is taken for them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -194,19 +195,14 @@ class ParquetRows(PiecedRows):
     piece_name = "row group"
 
     def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
-        self._parquet = ParquetFile(file)
-        self._columns: dict[tuple[str, ...], ParquetColumns] = {}
-        super().__init__(file, self._parquet.schema(), columns, self._parquet.footer.group_rows)
-        self._of(tuple(self.schema))  # checks the claims of the footer
+        parquet = ParquetFile(file)
+        self._columns = functools.cache(lambda names: ParquetColumns(parquet, names))
+        super().__init__(file, parquet.schema(), columns, parquet.footer.group_rows)
+        self._columns(tuple(self.schema))  # checks the claims of the footer
 
     def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
-        columns = self._of(names)
+        columns = self._columns(names)
         return columns.decode(piece, columns.load(self.file, piece))
-
-    def _of(self, names: tuple[str, ...]) -> ParquetColumns:
-        if names not in self._columns:
-            self._columns[names] = ParquetColumns(self._parquet, names)
-        return self._columns[names]
 
 
 def _together(pages: list[ColumnPages]) -> ColumnPages:
