@@ -16,13 +16,12 @@ from headrace.errors import DataChanged, DataError
 from headrace.formats.arrow import (
     PlacedMessage,
     bad_batch,
-    batch_of,
     messages_of,
     read_batch,
     read_schema,
     schema_message,
 )
-from headrace.formats.arrow_messages import BATCH, Batch
+from headrace.formats.arrow_messages import BATCH
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Undecodable, first_line, most_decoded
 from headrace.formats.chunks import BadRow, FileScan, Loaded
 from headrace.formats.parquet import no_such_column
@@ -52,17 +51,16 @@ class ArrowTexts(ColumnReader[Any]):
         row = 0
         for message in messages_of(file):
             if message.kind == BATCH:
-                batch = batch_of(file, message.start, message.metadata)
-                size = self._size(file, head, message, batch)
-                if batch.rows:
-                    found.append((message.start, message.end, batch.rows, row, size))
-                row += batch.rows
+                size, rows = self._size(file, head, message), message.batch.rows
+                if rows:
+                    found.append((message.start, message.end, rows, row, size))
+                row += rows
         start, end, rows, line, sizes = np.array(found, dtype=np.int64).reshape(-1, 5).T.copy()
         return FileScan(start=start, end=end, rows=rows, line=line, size=sizes)
 
-    def _size(self, file: ByteFile, head: Any, message: PlacedMessage, batch: Batch) -> int:
+    def _size(self, file: ByteFile, head: Any, message: PlacedMessage) -> int:
         """The bytes of a batch that are read, once its claims were checked. `head`: as `describe` returns it."""
-        return sum(length for _, length in head.buffers(file, message, batch))
+        return sum(length for _, length in head.buffers(file, message))
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         column = self.described(file)
@@ -70,8 +68,7 @@ class ArrowTexts(ColumnReader[Any]):
             message = next(messages_of(file, start, end))
             if message.kind != BATCH or message.end != end:
                 raise ValueError("no record batch")
-            batch = batch_of(file, start, message.metadata)
-            places = column.buffers(file, message, batch)
+            places = column.buffers(file, message)
         except (StopIteration, ValueError, Undecodable) as error:
             raise DataChanged(
                 f"{file.path} no longer holds a record batch at bytes {start:,} to {end:,}: it was written to since its rows were "
@@ -85,7 +82,7 @@ class ArrowTexts(ColumnReader[Any]):
         buffers = [view[offset - first : offset - first + length] if length else None for offset, length in places]
         for buffer in buffers:
             hasher.update(b"" if buffer is None else buffer)
-        return Loaded(hash=hasher.intdigest(), payload=(batch, buffers))
+        return Loaded(hash=hasher.intdigest(), payload=(message.batch, buffers))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         import pyarrow as pa
@@ -132,7 +129,7 @@ class ArrowLabelled(ArrowTexts):
                 )
         return schema_message(file), list(dict.fromkeys(names))
 
-    def _size(self, file: ByteFile, head: Any, message: PlacedMessage, batch: Batch) -> int:
+    def _size(self, file: ByteFile, head: Any, message: PlacedMessage) -> int:
         if message.body > _MAX_BATCH_BYTES:
             raise Undecodable(
                 file.path,
@@ -209,14 +206,15 @@ class _Column:
             )
         return cls(arrays=(*arrays, *_layout(kind)), parents=tuple(parents), read_as=read_as)
 
-    def buffers(self, file: ByteFile, message: PlacedMessage, batch: Batch) -> list[tuple[int, int]]:
+    def buffers(self, file: ByteFile, message: PlacedMessage) -> list[tuple[int, int]]:
         """Return (offset in the file, length) of the parents' validities and of the column's own buffers.
 
         Every claim of the batch is compared with the body of its message first.
         """
         import pyarrow.types as t
 
-        at, first, views = message.start, 0, iter(batch.views)
+        at, batch = message.start, message.batch
+        first, views = 0, iter(batch.views)
         own: list[range] = []  # the buffers of each array
         for count, has_views in self.arrays:
             more = next(views, -1) if has_views else 0

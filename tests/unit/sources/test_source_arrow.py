@@ -240,7 +240,7 @@ def test_a_batch_that_claims_views_without_end_is_refused_before_memory_is_taken
     for views in ((2**62,), (-1,), ()):
         batch = Batch(rows=1, nodes=((1, 0),), buffers=((0, 0),) * 3, codec="", views=views)
         with pytest.raises(DataError, match=r"fewer than its schema|how many buffers its views have"):
-            column.buffers(RawFile(tmp_path / "d.arrow"), PlacedMessage(0, 100, 100, BATCH, b""), batch)
+            column.buffers(RawFile(tmp_path / "d.arrow"), PlacedMessage(0, 100, 100, BATCH, b"", batch))
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])
