@@ -4,7 +4,7 @@
     jsonl   a line is an object with the text in one field; a line of nothing but blanks is no row
 
 Chunks are runs of whole lines of at most `chunk_bytes`; a longer line is a chunk of its own. A file is scanned block by
-block with numpy, at 0.7 (lines of 60 bytes) to 2 GB/s (600 and more) of one core. Only \\n ends a line: U+2028 and the like are text. A byte-order mark at the start
+block with numpy, at 2 GB/s of one core, short lines at 0.7. Only \\n ends a line: U+2028 and the like are text. A byte-order mark at the start
 of a file belongs to no row.
 
 jsonl is decoded a chunk at a time by msgspec, into a type that holds nothing but the text (docs/decisions/text-sources.md). msgspec's
