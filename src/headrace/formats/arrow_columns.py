@@ -67,16 +67,18 @@ class PiecedRows:
                 table = self.decode(piece, names)
                 if len(table) != expected:
                     raise ValueError(f"it holds {len(table):,} rows, {expected:,} were announced")
-                self._held = (piece, names, {name: self._numpy(name, _whole(table.column(name))) for name in names})
+                self._held = (piece, names, {name: self._numpy(name, table.column(name)) for name in names})
             except (pa.ArrowException, OSError, ValueError, IndexError, KeyError, MemoryError) as error:
                 raise Undecodable(
                     self.file.path, f"{self.piece_name} {piece} cannot be decoded: {first_line(error)}"
                 ) from error
         return self._held[2]
 
-    def _numpy(self, name: str, array: pa.Array) -> np.ndarray | Ragged:
+    def _numpy(self, name: str, column: pa.ChunkedArray) -> np.ndarray | Ragged:
+        import pyarrow as pa
+
         try:
-            return _as_numpy(array)
+            return _as_numpy(column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks))
         except _Unfit as error:
             raise DataError(
                 f"column {name!r} of {self.file.path} {error}. Change the file, or leave the column out with columns=."
@@ -85,15 +87,6 @@ class PiecedRows:
 
 class _Unfit(Exception):
     """A column holds values that an array cannot hold."""
-
-
-def _whole(chunked: pa.ChunkedArray) -> pa.Array:
-    import pyarrow as pa
-
-    array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type)
-    return array
 
 
 def _described(kind: pa.DataType, rows: int) -> Column:
