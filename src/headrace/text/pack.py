@@ -20,9 +20,8 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128_digest
 
-from headrace.order import Permutation
+from headrace.order import Permutation, content_hash
 from headrace.text.block_layout import best_fit, copy_run, join_documents, lay_blocks
 from headrace.text.token_batch import TokenBatch
 
@@ -231,13 +230,11 @@ def _lay(
         row_count=np.empty(count, np.int64),
         hashes=np.empty((count, 2), np.uint64),
     )
-    stamps = np.empty(6 * count + int(placed.length.sum()) + 2 * pieces, np.int32)
-    ends = np.empty(count, np.int64)
     lay_blocks(
         stream, first, lengths, piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, packing.pad_id,
-        blocks.tokens, blocks.piece_next, blocks.real, blocks.row_count, stamps, ends,
+        blocks.tokens, blocks.piece_next, blocks.real, blocks.row_count,
     )  # fmt: skip
-    view = stamps.data
-    found = [xxh3_128_digest(view[a:b]) for a, b in pairwise([0, *ends.tolist()])]
-    blocks.hashes[:] = np.frombuffer(b"".join(found), np.uint64).reshape(count, 2)
+    for b, (real, (begin, end)) in enumerate(zip(blocks.real.tolist(), pairwise(piece_ptr.tolist()), strict=True)):
+        content = content_hash(blocks.tokens[b, :real], blocks.piece_len[begin:end], blocks.piece_next[begin:end])
+        blocks.hashes[b] = np.frombuffer(content, np.uint64)
     return blocks
