@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,15 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBL
 
 Pages = list[tuple[int, bytearray | memoryview]]
 """Stretches of a file: where each begins, and its bytes."""
+
+
+class Stretch(NamedTuple):
+    """The part of a file from the first page of some columns to the last."""
+
+    offset: int
+    length: int
+    uncompressed: int
+    """Bytes that the pages of these columns claim to unpack to."""
 
 
 class ParquetFile:
@@ -103,7 +112,7 @@ class ParquetColumns:
         self.group_rows = footer.group_rows
         self._pages = [[group[i] for i in places] for group in footer.pages]
         self.pages = tuple(_together(pages) for pages in self._pages)
-        """By row group: the stretch of the file from the first page of these columns to the last."""
+        """By row group."""
         for group in range(len(self.pages)):
             self._check(", ".join(names), group)
 
@@ -173,14 +182,14 @@ class ParquetColumns:
             )
         if rows == 0:
             return  # there are no pages, and writers put any number as their place
-        for p in (*self._pages[group], pages):
+        for p in self._pages[group]:
             if p.offset < 4 or p.compressed < 0 or p.offset + p.compressed > size:
                 raise Undecodable(
                     path,
                     f"is cut short or damaged: column {names!r} of row group {group} should lie at bytes {p.offset:,} to "
                     f"{p.offset + p.compressed:,}, the file has {size:,}",
                 )
-        if max(pages.uncompressed, pages.compressed) > _MAX_COLUMN_BYTES:
+        if max(pages.uncompressed, pages.length) > _MAX_COLUMN_BYTES:
             raise Undecodable(
                 path,
                 f"has a row group {group} whose column {names!r} unpacks to {pages.uncompressed:,} bytes, more than the "
@@ -205,20 +214,10 @@ class ParquetRows(PiecedRows):
         return columns.decode(piece, columns.load(self.file, piece))
 
 
-def _together(pages: list[ColumnPages]) -> ColumnPages:
-    """The pages of several columns as one stretch of the file."""
-    if len(pages) == 1:
-        return pages[0]
-    offset = min((p.offset for p in pages), default=4)
-    whole = min((p.compressed for p in pages), default=0) >= 0
-    return ColumnPages(
-        path=", ".join(p.path for p in pages),
-        offset=offset,
-        compressed=max((p.offset + p.compressed for p in pages), default=offset) - offset if whole else -1,
-        uncompressed=sum(p.uncompressed for p in pages),
-        values=sum(p.values for p in pages),
-        has_dictionary=any(p.has_dictionary for p in pages),
-    )
+def _together(pages: list[ColumnPages]) -> Stretch:
+    offset = min((p.offset for p in pages), default=0)
+    end = max((p.offset + p.compressed for p in pages), default=0)
+    return Stretch(offset, end - offset, sum(p.uncompressed for p in pages))
 
 
 def no_such_column(path: object, name: str, present: Iterable[str], *, text: bool) -> DataError:

@@ -44,7 +44,7 @@ class ParquetTexts(ColumnReader[ParquetColumns]):
                 f"{file.path} has {len(columns.pages)} row groups; number {start} was asked of it. Restore the file."
             )
         pages = columns.pages[start]
-        data = file.read(pages.offset, pages.compressed)
+        data = file.read(pages.offset, pages.length)
         return Loaded(hash=chunk_hash(memoryview(data)), payload=(start, data))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
