@@ -67,10 +67,11 @@ class ParquetFile:
             alone = b"PAR1" + raw + len(raw).to_bytes(4, "little") + b"PAR1"
             self.metadata: pq.FileMetaData = pq.read_metadata(pa.BufferReader(alone))
             self.leaves = [self.metadata.schema.column(i) for i in range(self.metadata.num_columns)]
+            paths = [leaf.path for leaf in self.leaves]
             for group in self.footer.pages:
-                for leaf, pages in zip_longest(self.leaves, group):
-                    if leaf is None or pages is None or pages.path != leaf.path:
-                        raise ValueError(f"column {leaf and leaf.path} is called {pages and pages.path} in a row group")
+                for path, pages in zip_longest(paths, group):
+                    if pages is None or pages.path != path:
+                        raise ValueError(f"column {path} is called {pages and pages.path} in a row group")
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise _damaged(file.path, error) from error
 
