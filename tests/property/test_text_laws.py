@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import TokenizerError
 from headrace.loader.batch_fill import DOCUMENTS, FILL_KERNELS, PIECES, REAL, TOKEN_FIELDS, BatchFill
+from headrace.order import content_hash
 from headrace.runtime.compiled import wait_for_kernels
-from headrace.text import PACK_KERNELS, Blocks, ByteTokenizer, Packing, TokenBatch, join_batches, pack
+from headrace.text import PACK_KERNELS, Blocks, ByteTokenizer, Packing, TokenBatch, encode_named, join_batches, pack
 
 wait_for_kernels(*PACK_KERNELS, *FILL_KERNELS)
 
@@ -142,15 +147,21 @@ def test_documents_in_several_batches_pack_like_one(sizes, cuts, strategy, data)
     assert np.array_equal(join_batches(parts).offsets, whole.offsets)
 
 
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20), data=st.data())
-def test_an_id_outside_the_vocabulary_is_found_where_it_is(sizes, data):
-    whole, packing = batch_of(sizes), Packing(seq_len=16, blocks=100, eos_id=8)
-    doc = data.draw(st.integers(0, len(sizes) - 1))
-    place = data.draw(st.integers(0, sizes[doc] - 1))
-    vocabulary = 5000
-    assert pack([whole], packing, last=True, vocabulary=vocabulary).unsound is None
-    whole.ids[whole.offsets[doc] + place] = data.draw(st.sampled_from([-(2**31), -1, vocabulary, 2**31 - 1]))
-    assert pack([whole], packing, last=True, vocabulary=vocabulary).unsound == (doc, place)
+@given(sizes=lengths, at=st.integers(0, 10**6), wrong=st.sampled_from([-1, -(2**31), 5000, 2**31 - 1]))
+def test_an_id_outside_the_vocabulary_is_named_with_its_document(sizes, at, wrong):
+    batch = batch_of(sizes)
+    tokenizer: Any = SimpleNamespace(name="own", vocab_size=5000, encode=lambda texts: batch)
+
+    def encoded() -> TokenBatch:
+        return encode_named(tokenizer, [""] * len(sizes), "document {}".format)
+
+    assert encoded() is batch
+    if len(batch.ids):
+        at %= len(batch.ids)
+        batch.ids[at] = wrong
+        document = int(np.searchsorted(batch.offsets, at, side="right")) - 1
+        with pytest.raises(TokenizerError, match=f"gave id {wrong} for document {document}, outside"):
+            encoded()
 
 
 @given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=60))
@@ -193,8 +204,12 @@ def test_compiled_packing_is_plain_packing(interpreted, sizes, parts, seq_len, b
     assert fast[1:] == slow[1:]
     for name in Blocks.__slots__:
         assert np.array_equal(getattr(fast.blocks, name), getattr(slow.blocks, name)), name
-    for b in range(len(fast.blocks)):
-        assert fast.blocks.hashes[b].tobytes() == fast.blocks.content(b)
+    blocks_ = fast.blocks
+    for b, (begin, end) in enumerate(itertools.pairwise(blocks_.piece_ptr.tolist())):
+        own = content_hash(
+            blocks_.tokens[b, : blocks_.real[b]], blocks_.piece_len[begin:end], blocks_.piece_next[begin:end]
+        )
+        assert blocks_.hashes[b].tobytes() == own
 
 
 @given(
@@ -223,27 +238,6 @@ def test_a_batch_is_its_blocks_piece_by_piece(interpreted, sizes, seq_len, strat
     assert batch["max_seqlen"] == max(b - a for a, b in itertools.pairwise(borders))
     assert batch["row_count"].tolist() == [int(blocks.row_count[b]) if b >= 0 else 0 for b in order]
     assert batch["sample_index"].tolist() == list(range(7, 7 + 3 * len(order), 3))
-
-
-@given(
-    sizes=lengths,
-    at=st.integers(0, 10**6),
-    wrong=st.sampled_from([-1, -(2**31), 5000, 2**31 - 2]),
-    strategy=st.sampled_from(["best_fit", "concat"]),
-)
-def test_the_first_id_outside_the_vocabulary_is_named_once_it_is_in_a_block(sizes, at, wrong, strategy):
-    batch = batch_of(sizes)
-    packing = Packing(seq_len=16, strategy=strategy, blocks=2, bos_id=7)
-    assert pack([batch], packing, last=True, vocabulary=5000).unsound is None
-    if not len(batch.ids):
-        return
-    at %= len(batch.ids)
-    batch.ids[at] = wrong
-    packed = pack([batch], packing, last=True, vocabulary=5000)
-    document = int(np.searchsorted(batch.offsets, at, side="right")) - 1
-    place = at - int(batch.offsets[document])
-    laid = document < packed.documents or (document == packed.documents and place + 1 < packed.offset)
-    assert packed.unsound == ((document, place) if laid else None)
 
 
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=20))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.formats.arrow_columns import PiecedRows
-from headrace.formats.arrow_messages import BATCH, DICTIONARY, SCHEMA, Batch, parse_batch, parse_message
+from headrace.formats.arrow_messages import BATCH, DICTIONARY, SCHEMA, Batch, parse_message
 from headrace.formats.byte_file import MAX_DECODED, ByteFile, Undecodable, first_line, most_decoded
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _MAGIC = b"ARROW1"
 _CONTINUED = 0xFFFFFFFF
 _MAX_METADATA = 64 << 20
-_MAX_BATCH_ROWS = 1 << 26
 
 
 class PlacedMessage(NamedTuple):
@@ -33,6 +32,8 @@ class PlacedMessage(NamedTuple):
     kind: int
     """SCHEMA, DICTIONARY or BATCH."""
     metadata: bytes
+    batch: Batch
+    """Empty for a schema."""
 
 
 class ArrowRows(PiecedRows):
@@ -52,12 +53,11 @@ class ArrowRows(PiecedRows):
                     "Write smaller ones",
                 )
             if found.kind == BATCH:
-                rows = batch_of(file, found.start, found.metadata).rows
-                self._places.append((found.start, found.end, rows))
+                self._places.append((found.start, found.end, found.batch.rows))
                 continue
             message = file.read(found.start, found.end - found.start)
             if found.kind == DICTIONARY:
-                held += _decoded(file, found.start, found.metadata, memoryview(message)[len(message) - found.body :])
+                held += _decoded(file, found.start, found.batch, memoryview(message)[len(message) - found.body :])
             if held > MAX_DECODED:
                 raise Undecodable(
                     file.path, f"has dictionaries of more than {MAX_DECODED:,} bytes", "Write smaller ones"
@@ -102,16 +102,15 @@ def read_batch(file: ByteFile, opening: bytes, message: bytes | bytearray) -> pa
     import pyarrow as pa
 
     found = pa.ipc.read_message(pa.py_buffer(message))
-    _decoded(file, 0, found.metadata.to_pybytes(), memoryview(found.body))
+    _decoded(file, 0, parse_message(found.metadata.to_pybytes())[2], memoryview(found.body))
     with pa.ipc.open_stream(b"".join((opening, message))) as stream:
         batch = stream.read_next_batch()
     batch.validate(full=True)
     return batch
 
 
-def _decoded(file: ByteFile, at: int, metadata: bytes, body: memoryview) -> int:
+def _decoded(file: ByteFile, at: int, batch: Batch, body: memoryview) -> int:
     """Bytes that the buffers of a batch claim to unpack to; Undecodable if it is more than may be made of its body."""
-    batch = batch_of(file, at, metadata)
     if not batch.codec:
         return len(body)
     claims = [bytes(body[offset : offset + 8]) for offset, length in batch.buffers if length > 0 and offset >= 0]
@@ -142,18 +141,16 @@ def messages_of(file: ByteFile, at: int | None = None, end: int | None = None) -
             )
         metadata = bytes(file.read(here, length))
         try:
-            kind, body = parse_message(metadata)
+            kind, body, batch = parse_message(metadata)
         except ValueError as error:
             raise Undecodable(file.path, f"is damaged: the message at byte {at:,} does not parse ({error})") from error
         stop = here + length + body
-        if kind not in (SCHEMA, DICTIONARY, BATCH) or body < 0:
-            raise Undecodable(file.path, f"is damaged: the message at byte {at:,} is of an unknown kind")
         if stop > end:
             raise Undecodable(
                 file.path,
                 f"is cut short: the record batch at byte {at:,} should end at {stop:,}, the file has {end:,} bytes of them",
             )
-        yield PlacedMessage(at, stop, body, kind, metadata)
+        yield PlacedMessage(at, stop, body, kind, metadata, batch)
         at = stop
 
 
@@ -168,17 +165,6 @@ def _bounds(file: ByteFile) -> tuple[int, int]:
     if tail[4:] != _MAGIC or footer > file.size - 18:
         raise Undecodable(file.path, "is an Arrow file that was cut short: it does not end with ARROW1")
     return 8, file.size - 10 - footer
-
-
-def batch_of(file: ByteFile, at: int, metadata: bytes) -> Batch:
-    """Return the record batch that the metadata of the message at byte `at` describes."""
-    try:
-        batch = parse_batch(metadata)
-    except ValueError as error:
-        raise Undecodable(file.path, f"is damaged: the message at byte {at:,} does not parse ({error})") from error
-    if not 0 <= batch.rows <= _MAX_BATCH_ROWS:
-        raise bad_batch(file, at, f"it claims {batch.rows:,} rows; between 0 and {_MAX_BATCH_ROWS:,} are accepted")
-    return batch
 
 
 def bad_batch(file: ByteFile, at: int, why: str) -> Undecodable:

@@ -67,16 +67,18 @@ class PiecedRows:
                 table = self.decode(piece, names)
                 if len(table) != expected:
                     raise ValueError(f"it holds {len(table):,} rows, {expected:,} were announced")
-                self._held = (piece, names, {name: self._numpy(name, _whole(table.column(name))) for name in names})
+                self._held = (piece, names, {name: self._numpy(name, table.column(name)) for name in names})
             except (pa.ArrowException, OSError, ValueError, IndexError, KeyError, MemoryError) as error:
                 raise Undecodable(
                     self.file.path, f"{self.piece_name} {piece} cannot be decoded: {first_line(error)}"
                 ) from error
         return self._held[2]
 
-    def _numpy(self, name: str, array: pa.Array) -> np.ndarray | Ragged:
+    def _numpy(self, name: str, column: pa.ChunkedArray) -> np.ndarray | Ragged:
+        import pyarrow as pa
+
         try:
-            return _as_numpy(array)
+            return _as_numpy(column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks))
         except _Unfit as error:
             raise DataError(
                 f"column {name!r} of {self.file.path} {error}. Change the file, or leave the column out with columns=."
@@ -85,15 +87,6 @@ class PiecedRows:
 
 class _Unfit(Exception):
     """A column holds values that an array cannot hold."""
-
-
-def _whole(chunked: pa.ChunkedArray) -> pa.Array:
-    import pyarrow as pa
-
-    array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type)
-    return array
 
 
 def _described(kind: pa.DataType, rows: int) -> Column:
@@ -128,19 +121,15 @@ def _as_numpy(array: pa.Array) -> np.ndarray | Ragged:
     if array.null_count:
         raise _Unfit(f"has {array.null_count:,} nulls")
     if _is_list(kind) and _is_number(kind.value_type):
-        # The values of a slice, without the copy that flatten() makes.
-        if pa.types.is_fixed_size_list(kind):
-            values = array.values[array.offset * kind.list_size : (array.offset + len(array)) * kind.list_size]
-            offsets = np.zeros(0, np.int64)
-        else:
-            offsets = np.asarray(array.offsets, np.int64)
-            values = array.values[int(offsets[0]) : int(offsets[-1])] if len(offsets) else array.values[:0]
-        if values.null_count and (pa.types.is_fixed_size_list(kind) or not pa.types.is_floating(kind.value_type)):
+        is_fixed = pa.types.is_fixed_size_list(kind)
+        values = array.flatten()
+        if values.null_count and (is_fixed or not pa.types.is_floating(kind.value_type)):
             raise _Unfit(f"has {values.null_count:,} nulls in its lists")
         flat = values.to_numpy(zero_copy_only=False)
-        if pa.types.is_fixed_size_list(kind):
+        if is_fixed:
             return flat.reshape(len(array), kind.list_size)
-        return Ragged(values=flat, offsets=offsets - offsets[0] if len(offsets) else np.zeros(1, np.int64))
+        offsets = np.asarray(array.offsets, np.int64)
+        return Ragged(values=flat, offsets=offsets - offsets[0])
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
         return np.array([*array.to_pylist(), None], dtype=object)[:-1]
     raise _Unfit(f"is {kind}, which has no place in a batch")

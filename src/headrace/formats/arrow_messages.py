@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 _MAX_ITEMS = 1 << 20
+_MAX_ROWS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,38 +34,43 @@ class Batch:
     """How many data buffers each array of views has."""
 
 
-def parse_message(data: bytes) -> tuple[int, int]:
-    """Return the kind of a message and the length of its body, from its metadata; ValueError if that is damaged."""
-    table = _root(data)
-    return table.number(1, "B"), table.number(3, "q")
+_NO_BATCH = Batch(rows=0, nodes=(), buffers=(), codec="", views=())
 
 
-def parse_batch(data: bytes) -> Batch:
-    """Parse the record batch of a BATCH or DICTIONARY message; ValueError if it is damaged."""
-    message = _root(data)
-    header = message.table(2)
-    if header is not None and message.number(1, "B") == DICTIONARY:
+def parse_message(data: bytes) -> tuple[int, int, Batch]:
+    """Parse the metadata of a message; ValueError if it is damaged.
+
+    Return its kind, the length of its body, and its batch: that of a BATCH or DICTIONARY message, an empty one of a schema.
+    """
+    message = _Table(data, _at(data, 0, "I"))
+    kind, body, header = message.number(1, "B"), message.number(3, "q"), message.table(2)
+    if kind not in (SCHEMA, DICTIONARY, BATCH) or body < 0:
+        raise ValueError("it is of an unknown kind")
+    if kind == SCHEMA:
+        return kind, body, _NO_BATCH
+    if header is not None and kind == DICTIONARY:
         header = header.table(1)
     if header is None:
         raise ValueError("a record batch without a header")
-    packing = header.table(3)
-    codec = ""
+    rows, packing, codec = header.number(0, "q"), header.table(3), ""
+    if not 0 <= rows <= _MAX_ROWS:
+        raise ValueError(f"it claims {rows:,} rows; between 0 and {_MAX_ROWS:,} are accepted")
     if packing is not None:
         number = packing.number(0, "b")
         if number not in (0, 1) or packing.number(1, "b") != 0:
             raise ValueError("buffers packed in an unknown way")
         codec = ("lz4", "zstd")[number]
-    return Batch(
-        rows=header.number(0, "q"),
-        nodes=tuple(header.pairs(1)),
-        buffers=tuple(header.pairs(2)),
-        codec=codec,
-        views=tuple(header.numbers(4)),
+    return (
+        kind,
+        body,
+        Batch(
+            rows=rows,
+            nodes=tuple(header.pairs(1)),
+            buffers=tuple(header.pairs(2)),
+            codec=codec,
+            views=tuple(header.numbers(4)),
+        ),
     )
-
-
-def _root(data: bytes) -> _Table:
-    return _Table(data, _at(data, 0, "I"))
 
 
 def _at(data: bytes, place: int, kind: str) -> int:

@@ -211,9 +211,6 @@ class FileObject(io.RawIOBase):
         self.at = place
         return place
 
-    def tell(self) -> int:
-        return self.at
-
     def read(self, size: int = -1) -> Any:
         left = max(self._size - self.at, 0)
         data = self._read(self.at, left if size is None or size < 0 else min(size, left)) if left else b""

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +80,8 @@ class Unpacker:
             index = None if self._fresh else self._cached(path)
             if index is None:
                 index = self._made(path, shard)
-        # Two threads may have made a copy each; all go on with the first.
-        return self._indexes.setdefault(key, index)
+        self._indexes[key] = index
+        return index
 
     def _frame(self, key: str, number: int, shard: str) -> bytes:
         """Return the text of one frame, read from the copy. `shard` names the compressed file in errors."""
@@ -119,22 +117,11 @@ class Unpacker:
         return index if is_whole else None
 
     def _made(self, path: Path, shard: ByteFile) -> _Index:
-        """Make the copy of a shard, and its index."""
+        """Make the copy of a shard, and its index. Ranks that do so at once write the same bytes; the last replace the others."""
         index = self._copied(path.stem, shard)
         arrays = {"packed_at": index.packed_at, "text_at": index.text_at, "sums": index.sums}
-        meta = {"kind": "unpacked", "copy": index.copy}
-        try:
-            write_container(path, arrays, meta, replace=self._fresh, durable=False)
-        except FileExistsError:  # another rank was first, or the index there is of no use and is replaced
-            cached = self._cached(path)
-            if cached is None:
-                write_container(path, arrays, meta, replace=True, durable=False)
-            else:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._folder / index.copy)
-                index = cached
-        except (OSError, StorageError):
-            pass  # without an index the next start makes the copy again
+        with contextlib.suppress(OSError, StorageError):  # without an index the next start makes the copy again
+            write_container(path, arrays, {"kind": "unpacked", "copy": index.copy}, replace=True, durable=False)
         return index
 
     def _copied(self, stem: str, shard: ByteFile) -> _Index:
@@ -152,10 +139,12 @@ class Unpacker:
                 sums.append(chunk_hash(packed))
                 yield packed
 
-        copy = f"{stem}-{os.getpid()}-{secrets.token_hex(4)}.zst"
+        copy = f"{stem}.zst"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            publish(self._folder / copy, frames(), durable=False)  # what a power cut damages fails its sums
+            publish(
+                self._folder / copy, frames(), replace=True, durable=False
+            )  # what a power cut damages fails its sums
         except (OSError, StorageError) as error:
             raise StorageError(
                 f"{shard.path} cannot be read from the middle, so it is unpacked once into {self._folder}, which failed: "

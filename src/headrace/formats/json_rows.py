@@ -1,4 +1,4 @@
-"""JSON lines as rows of columns: one object a line. What a column holds follows from the first row."""
+"""JSON lines as rows of columns: one object a line, none on a line of blanks. What a column holds follows from the first row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 
 from headrace.errors import DataError
 from headrace.formats.byte_file import ByteFile, Undecodable, first_line
-from headrace.formats.lines import NEWLINE, blocks
+from headrace.formats.lines import line_ends
 from headrace.formats.rows import Column, Ragged, chosen
 
 _MAX_LINE = 16 << 20
@@ -21,25 +21,14 @@ class JsonRows:
 
     def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
         self._file = file
-        ends = self._line_ends()
-        starts = np.concatenate(([0], ends[:-1] + 1)).astype(np.int64)
-        kept = ends - starts > 0
-        self._starts, self._ends = starts[kept], ends[kept]
-        self._lines = np.flatnonzero(kept)
+        found = [(np.empty(0, np.int64), np.empty(0, np.bool_)), *line_ends(file, 0)]
+        ends, is_row = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        starts = np.concatenate(([0], ends))[:-1]
+        self._starts, self._ends, self._lines = starts[is_row], ends[is_row], np.flatnonzero(is_row)
         self.rows = rows = len(self._starts)
         first = self._objects(0, 1)[0] if rows else {}
         names = chosen(file.path, list(first), columns if rows else None)
         self.schema = {name: _column(file.path, name, first[name], rows) for name in names}
-
-    def _line_ends(self) -> np.ndarray:
-        found = [np.empty(0, np.int64)]
-        last = NEWLINE
-        for offset, block in blocks(self._file, 0):
-            found.append(np.flatnonzero(block == NEWLINE) + offset)
-            last = block[-1]
-        if last != NEWLINE:
-            found.append(np.array([self._file.size]))
-        return np.concatenate(found)
 
     def _objects(self, start: int, stop: int) -> list[dict[str, Any]]:
         if start == stop:

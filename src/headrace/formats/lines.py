@@ -4,7 +4,7 @@
     jsonl   a line is an object with the text in one field; a line of nothing but blanks is no row
 
 Chunks are runs of whole lines of at most `chunk_bytes`; a longer line is a chunk of its own. A file is scanned block by
-block with numpy's compare, at 2.3 GB/s of one core. Only \\n ends a line: U+2028 and the like are text. A byte-order mark at the start
+block with numpy, at 2 GB/s of one core, short lines at 0.7. Only \\n ends a line: U+2028 and the like are text. A byte-order mark at the start
 of a file belongs to no row.
 
 jsonl is decoded a chunk at a time by msgspec, into a type that holds nothing but the text (docs/decisions/text-sources.md). msgspec's
@@ -32,8 +32,8 @@ BLOCK_BYTES = 256 << 10
 BOM = b"\xef\xbb\xbf"
 NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
 BLANKS = b" \t\r"
-IS_BLANK = np.zeros(256, dtype=bool)
-IS_BLANK[list(b" \t\r\n")] = True
+_LAST_BLANK = 32
+_IS_BLANK = np.isin(np.arange(256), list(BLANKS + b"\n"))
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
@@ -60,19 +60,12 @@ class TextLines:
         return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
-        starts, ends, rows, lines = [], [], [], []
-        line = blank = 0
-        for start, end, line_count, blank_count in self._cuts(file, chunk_bytes):
-            if line_count > blank_count:
-                starts.append(start)
-                ends.append(end)
-                rows.append(line_count - blank_count)
-                lines.append(line)
-            line += line_count
-            blank += blank_count
-        columns = (np.array(column, dtype=np.int64) for column in (starts, ends, rows, lines))
-        start_, end_, rows_, line_ = columns
-        return FileScan(start=start_, end=end_, rows=rows_, line=line_, size=end_ - start_, blank_lines=blank)
+        cuts = np.array(list(self._cuts(file, chunk_bytes)), dtype=np.int64).reshape(-1, 4)
+        line = np.cumsum(cuts[:, 2]) - cuts[:, 2]
+        blank = int(np.sum(cuts[:, 2] - cuts[:, 3]))
+        kept = cuts[:, 3] > 0
+        start, end, _, rows = cuts[kept].T.copy()
+        return FileScan(start=start, end=end, rows=rows, line=line[kept], size=end - start, blank_lines=blank)
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         if end - start > self.max_line_bytes + 2 and end - start > 1 << 20:
@@ -99,22 +92,11 @@ class TextLines:
         return self._decode_each(file, loaded.payload, rows)
 
     def _cuts(self, file: ByteFile, chunk_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(start, end, lines, blank lines) of every chunk: as many whole lines as fit, or one that does not.
-
-        Goes over the file in blocks that stay in the processor's cache; of a line longer than a block nothing is kept.
-        """
+        """(start, end, lines, rows) of every chunk: as many whole lines as fit, or one that does not."""
         end = start = text_start(file)
-        lines = blanks = 0  # of the open chunk, which is [start, end)
-        solid = False  # whether the open line has shown a byte that is not blank
-        for offset, window in blocks(file, start):
-            newlines = (window == NEWLINE).nonzero()[0]
-            ends = newlines + (offset + 1)
-            unended = offset + len(window) == file.size and window[-1] != NEWLINE
-            if unended:  # the last line of the file has no line feed
-                ends = np.append(ends, file.size)
-            blank_before = None
-            if not self._blank_is_row:
-                blank_before, solid = _blank_lines(window, newlines, solid, unended)
+        lines = rows = 0  # of the open chunk, which is [start, end)
+        for ends, is_text in line_ends(file, start):
+            rows_before = np.concatenate((_ZERO, np.cumsum(is_text | self._blank_is_row)))
             at = 0
             while at < len(ends):
                 fit = int(ends.searchsorted(start + chunk_bytes, side="right"))
@@ -123,13 +105,13 @@ class TextLines:
                 if fit > at:
                     end = int(ends[fit - 1])
                     lines += fit - at
-                    blanks += 0 if blank_before is None else int(blank_before[fit] - blank_before[at])
+                    rows += int(rows_before[fit] - rows_before[at])
                     at = fit
                 if at < len(ends) or end - start >= chunk_bytes:
-                    yield start, end, lines, blanks
-                    start, lines, blanks = end, 0, 0
+                    yield start, end, lines, rows
+                    start, lines, rows = end, 0, 0
         if lines:
-            yield start, end, lines, blanks
+            yield start, end, lines, rows
 
     def _too_long(self, size: int) -> str:
         return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that are read"
@@ -246,6 +228,26 @@ def blocks(file: ByteFile, start: int) -> Iterator[tuple[int, np.ndarray]]:
         yield offset, window
 
 
+def line_ends(file: ByteFile, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield, block by block from byte `start` on, where the lines of a file end and which of them hold more than blanks.
+
+    A line ends after its line feed, the last one with the file. Of a line longer than a block nothing is kept.
+    """
+    open_is_text = False  # whether the line that is open at the block's start has shown a byte that is not blank
+    for offset, window in blocks(file, start):
+        ends = (window == NEWLINE).nonzero()[0] + 1
+        if offset + len(window) == file.size and window[-1] != NEWLINE:
+            ends = np.append(ends, len(window))
+        begins = np.concatenate((_ZERO, ends))
+        begins = begins[begins < len(window)]  # of the lines that end here, and of the one that stays open
+        is_text = np.maximum.reduceat(window, begins) > _LAST_BLANK
+        if not is_text.all() and not _IS_BLANK[window[window < _LAST_BLANK]].all():  # control characters are text
+            is_text = np.logical_or.reduceat(~_IS_BLANK[window], begins)
+        is_text[0] |= open_is_text
+        open_is_text = len(begins) > len(ends) and bool(is_text[-1])
+        yield ends + offset, is_text[: len(ends)]
+
+
 def split_lines(data: bytearray) -> Iterator[bytes]:
     """Yield the lines without their \\n, one at a time: a chunk of many lines is never held twice."""
     start = 0
@@ -272,34 +274,6 @@ def _is_objects(data: bytearray, rows: int) -> bool:
             return False
     inner = newlines[:-1] if ended else newlines
     return np.count_nonzero(array[inner + 1] == _OPEN) == len(inner)
-
-
-def _blank_lines(
-    window: np.ndarray, newlines: np.ndarray, solid: bool, unended: bool
-) -> tuple[np.ndarray | None, bool]:
-    """Count, before each line that ends in a block, the lines of the block that hold only blanks; None if there is none.
-
-    `solid` says whether the line that is open at the block's start has shown a byte that is not blank. The second result says it of the line
-    that is open at the block's end. Only lines that begin with a blank are looked at: as a rule there is none.
-    """
-    starts = np.concatenate((_ZERO, newlines + 1))  # the last is the line that stays open, or the file's last
-    tail = int(starts[-1])
-    open_solid = tail < window.size and (not IS_BLANK[window[tail]] or not bool(IS_BLANK[window[tail:]].all()))
-    if newlines.size == 0:
-        open_solid = open_solid or solid
-    ended = starts if unended else starts[:-1]
-    if not ended.size:
-        return None, open_solid
-    candidates = IS_BLANK[window[ended]]
-    if solid:
-        candidates[0] = False
-    if not np.count_nonzero(candidates):
-        return None, open_solid
-    # A line is blank when as many other bytes lie before its start as before its end.
-    other = np.concatenate((_ZERO, np.cumsum(~IS_BLANK[window], dtype=np.int64)))
-    ends = np.append(newlines, window.size) if unended else newlines
-    candidates &= other[ended] == other[ends]
-    return np.concatenate((_ZERO, np.cumsum(candidates, dtype=np.int64))), open_solid
 
 
 def _not_json(line: bytes, message: str) -> str:

@@ -118,41 +118,36 @@ class NpzRows:
         total = 0
         for name in names:
             info = members[name]
-            if info.compress_type == zipfile.ZIP_DEFLATED and not info.flag_bits & 1:
-                total += info.file_size
-                most = min(_MAX_UNPACKED, most_decoded(file.size))
-                if total > most:
-                    raise Undecodable(
-                        file.path,
-                        f"has too much to unpack: with array {name!r} it unpacks to {total:,} bytes, more than {most:,}",
-                        "Save it uncompressed",
-                    )
-                self._deflated[name] = info
-                head = self._inflated(name, min(_HEAD, info.file_size))
-                self._arrays[name] = _Array(file.path, f"holds an array {name!r}", head, 0, info.file_size)
-            elif info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
-                self._arrays[name] = self._stored(name, info)
-            else:
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
                 raise Undecodable(
                     file.path, f"has an array {name!r} that is encrypted or packed in another way than numpy does"
                 )
+            head = self._unpack(info, min(_HEAD, info.file_size))
+            if info.compress_type == zipfile.ZIP_STORED:
+                offset = info.header_offset + 30 + sum(struct.unpack_from("<2H", file.read(info.header_offset, 30), 26))
+                limit = min(info.file_size, file.size - offset)
+            else:
+                self._deflated[name] = info
+                offset, limit = 0, info.file_size
+                total += info.file_size
+            most = min(_MAX_UNPACKED, most_decoded(file.size))
+            if total > most:
+                raise Undecodable(
+                    file.path,
+                    f"has too much to unpack: with array {name!r} it unpacks to {total:,} bytes, more than {most:,}",
+                    "Save it uncompressed",
+                )
+            self._arrays[name] = _Array(file.path, f"holds an array {name!r}", head, offset, limit)
         self.schema = {n: Column(dtype=a.dtype, shape=a.shape[1:], rows=a.shape[0]) for n, a in self._arrays.items()}
 
-    def _stored(self, name: str, info: zipfile.ZipInfo) -> _Array:
-        file, begin = self._file, info.header_offset
-        if not 0 <= begin <= file.size - 30:
-            raise Undecodable(file.path, f"is damaged: array {name!r} should begin at byte {begin:,} of {file.size:,}")
-        at = begin + 30 + sum(struct.unpack_from("<2H", file.read(begin, 30), 26))
-        size = max(min(info.file_size, file.size - at), 0)
-        head = bytes(file.read(min(at, file.size), min(_HEAD, size)))
-        return _Array(file.path, f"holds an array {name!r}", head, at, size)
-
-    def _inflated(self, name: str, size: int) -> bytes:
+    def _unpack(self, info: zipfile.ZipInfo, size: int) -> bytes:
         try:
-            with self._archive.open(self._deflated[name]) as packed:
+            with self._archive.open(info) as packed:
                 return packed.read(size)
         except _ZIP_ERRORS as error:
-            raise Undecodable(self._file.path, f"array {name!r} cannot be unpacked: {first_line(error)}") from error
+            raise Undecodable(
+                self._file.path, f"array {info.filename!r} cannot be unpacked: {first_line(error)}"
+            ) from error
 
     @property
     def rows(self) -> int:
@@ -166,7 +161,7 @@ class NpzRows:
         if name not in self._deflated:
             return array.read(self._file, start, stop)
         if name not in self._unpacked:
-            data = self._inflated(name, self._deflated[name].file_size + 1)
+            data = self._unpack(self._deflated[name], self._deflated[name].file_size + 1)
             if len(data) < array.offset + array.nbytes:
                 raise Undecodable(self._file.path, f"is cut short: array {name!r} unpacks to {len(data):,} bytes")
             values = np.frombuffer(data, array.dtype, math.prod(array.shape), array.offset)

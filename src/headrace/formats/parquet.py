@@ -16,8 +16,10 @@ before memory is taken for them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,21 +38,42 @@ _MAX_FOOTER = 64 << 20
 _MAX_GAP = 64 << 10
 """Bytes between two wanted columns up to which one read takes both."""
 
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 16}
+
 Pages = list[tuple[int, bytearray | memoryview]]
 """Stretches of a file: where each begins, and its bytes."""
+
+
+class Stretch(NamedTuple):
+    """The part of a file from the first page of some columns to the last."""
+
+    offset: int
+    length: int
+    uncompressed: int
+    """Bytes that the pages of these columns claim to unpack to."""
 
 
 class ParquetFile:
     """The footer of one file. It holds no descriptor: later reads get `file` again."""
 
     def __init__(self, file: ByteFile) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         self.path, self.size = file.path, file.size
         raw = _footer_bytes(file)
         try:
             self.footer = parse_footer(raw)
-        except ValueError as error:
+            alone = b"PAR1" + raw + len(raw).to_bytes(4, "little") + b"PAR1"
+            self.metadata: pq.FileMetaData = pq.read_metadata(pa.BufferReader(alone))
+            self.leaves = [self.metadata.schema.column(i) for i in range(self.metadata.num_columns)]
+            paths = [leaf.path for leaf in self.leaves]
+            for group in self.footer.pages:
+                for path, pages in zip_longest(paths, group):
+                    if pages is None or pages.path != path:
+                        raise ValueError(f"column {path} is called {pages and pages.path} in a row group")
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise _damaged(file.path, error) from error
-        self.metadata = _for_pyarrow(file, raw)
 
     def schema(self) -> pa.Schema:
         import pyarrow as pa
@@ -70,30 +93,27 @@ class ParquetColumns:
         names: The columns; `a.b` is field b of a struct.
         text: There is one name, and it must be a column of one text a row.
         """
-        footer = parquet.footer
+        footer, leaves = parquet.footer, parquet.leaves
         self._parquet = parquet
-        paths = [".".join(leaf.path) for leaf in footer.leaves]
-        self._chosen: list[int] = []
+        paths = [leaf.path for leaf in leaves]
+        places: list[int] = []
         for name in names:
             found = [i for i, path in enumerate(paths) if path == name or (not text and path.startswith(f"{name}."))]
             if not found:
-                present = paths if text else {leaf.path[0] for leaf in footer.leaves}
+                present = paths if text else {path.split(".")[0] for path in paths}
                 raise no_such_column(parquet.path, name, present, text=text)
             if len({paths[i] for i in found}) < len(found):
                 raise Undecodable(parquet.path, f"has several columns called {name!r}", "Write it with one")
-            self._chosen += found
-        if text and footer.leaves[self._chosen[0]].holds != "text":
+            places += found
+        if text and (found := holds(leaves[places[0]])) != "text":
             raise DataError(
-                f"column {names[0]!r} of {parquet.path} holds {footer.leaves[self._chosen[0]].holds}, expected one text a "
-                "row. Set text_key to a column of strings."
+                f"column {names[0]!r} of {parquet.path} holds {found}, expected one text a row. Set text_key to a column of strings."
             )
-        self.depth = len(footer.leaves[self._chosen[0]].path) if self._chosen else 0
-        """How many names lead to the first column: 2 for a field of a struct."""
-        self._paths = [paths[i] for i in self._chosen]
+        self._chosen = [leaves[i] for i in places]
         self.group_rows = footer.group_rows
-        self._pages = [[group[i] for i in self._chosen] for group in footer.pages]
+        self._pages = [[group[i] for i in places] for group in footer.pages]
         self.pages = tuple(_together(pages) for pages in self._pages)
-        """By row group: the stretch of the file from the first page of these columns to the last."""
+        """By row group."""
         for group in range(len(self.pages)):
             self._check(", ".join(names), group)
 
@@ -135,14 +155,14 @@ class ParquetColumns:
             pre_buffer=False,
             page_checksum_verification=True,
             read_dictionary=[
-                path
-                for path, leaf, p in zip(self._paths, self._chosen, own, strict=True)
-                if p.has_dictionary and self._parquet.footer.leaves[leaf].is_bytes
+                leaf.path
+                for leaf, p in zip(self._chosen, own, strict=True)
+                if p.has_dictionary and leaf.physical_type == "BYTE_ARRAY"
             ],
         )
-        return parquet.read_row_group(group, columns=self._paths, use_threads=False)
+        return parquet.read_row_group(group, columns=[leaf.path for leaf in self._chosen], use_threads=False)
 
-    def _decoded(self, leaf: int, pages: ColumnPages, held: Any) -> int:
+    def _decoded(self, leaf: pq.ColumnSchema, pages: ColumnPages, held: Any) -> int:
         """Bytes that the pages of one column claim to decode to, from their own headers."""
         at, end, values, total = pages.offset, pages.offset + pages.compressed, 0, 0
         column = held(at, pages.compressed)
@@ -151,7 +171,7 @@ class ParquetColumns:
             values += header.values
             total += header.uncompressed
             at = pages.offset + header.end + header.compressed
-        return total + values * (self._parquet.footer.leaves[leaf].width + 8)
+        return total + values * (_width(leaf) + 8)
 
     def _check(self, names: str, group: int) -> None:
         path, size, rows, pages = self._parquet.path, self._parquet.size, self.group_rows[group], self.pages[group]
@@ -163,14 +183,14 @@ class ParquetColumns:
             )
         if rows == 0:
             return  # there are no pages, and writers put any number as their place
-        for p in (*self._pages[group], pages):
+        for p in self._pages[group]:
             if p.offset < 4 or p.compressed < 0 or p.offset + p.compressed > size:
                 raise Undecodable(
                     path,
                     f"is cut short or damaged: column {names!r} of row group {group} should lie at bytes {p.offset:,} to "
                     f"{p.offset + p.compressed:,}, the file has {size:,}",
                 )
-        if max(pages.uncompressed, pages.compressed) > _MAX_COLUMN_BYTES:
+        if max(pages.uncompressed, pages.length) > _MAX_COLUMN_BYTES:
             raise Undecodable(
                 path,
                 f"has a row group {group} whose column {names!r} unpacks to {pages.uncompressed:,} bytes, more than the "
@@ -185,34 +205,20 @@ class ParquetRows(PiecedRows):
     piece_name = "row group"
 
     def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
-        self._parquet = ParquetFile(file)
-        self._columns: dict[tuple[str, ...], ParquetColumns] = {}
-        super().__init__(file, self._parquet.schema(), columns, self._parquet.footer.group_rows)
-        self._of(tuple(self.schema))  # checks the claims of the footer
+        parquet = ParquetFile(file)
+        self._columns = functools.cache(lambda names: ParquetColumns(parquet, names))
+        super().__init__(file, parquet.schema(), columns, parquet.footer.group_rows)
+        self._columns(tuple(self.schema))  # checks the claims of the footer
 
     def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
-        columns = self._of(names)
+        columns = self._columns(names)
         return columns.decode(piece, columns.load(self.file, piece))
 
-    def _of(self, names: tuple[str, ...]) -> ParquetColumns:
-        if names not in self._columns:
-            self._columns[names] = ParquetColumns(self._parquet, names)
-        return self._columns[names]
 
-
-def _together(pages: list[ColumnPages]) -> ColumnPages:
-    """The pages of several columns as one stretch of the file."""
-    if len(pages) == 1:
-        return pages[0]
-    offset = min((p.offset for p in pages), default=4)
-    whole = min((p.compressed for p in pages), default=0) >= 0
-    return ColumnPages(
-        offset=offset,
-        compressed=max((p.offset + p.compressed for p in pages), default=offset) - offset if whole else -1,
-        uncompressed=sum(p.uncompressed for p in pages),
-        values=sum(p.values for p in pages),
-        has_dictionary=any(p.has_dictionary for p in pages),
-    )
+def _together(pages: list[ColumnPages]) -> Stretch:
+    offset = min((p.offset for p in pages), default=0)
+    end = max((p.offset + p.compressed for p in pages), default=0)
+    return Stretch(offset, end - offset, sum(p.uncompressed for p in pages))
 
 
 def no_such_column(path: object, name: str, present: Iterable[str], *, text: bool) -> DataError:
@@ -241,15 +247,18 @@ def _footer_bytes(file: ByteFile) -> bytes:
     return bytes(file.read(file.size - tail - length, length))
 
 
-def _for_pyarrow(file: ByteFile, raw: bytes) -> pq.FileMetaData:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def holds(column: pq.ColumnSchema) -> str:
+    """Return "text", or the name of another type, for messages."""
+    if column.max_repetition_level:
+        return "lists"
+    if column.physical_type == "BYTE_ARRAY":
+        return "decimals" if column.converted_type == "DECIMAL" else "text"
+    return column.physical_type
 
-    try:
-        alone = b"PAR1" + raw + len(raw).to_bytes(4, "little") + b"PAR1"
-        return pq.read_metadata(pa.BufferReader(alone))
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise _damaged(file.path, error) from error
+
+def _width(column: pq.ColumnSchema) -> int:
+    """Bytes that a value takes in memory; of a BYTE_ARRAY besides its text."""
+    return max(_WIDTHS.get(column.physical_type, column.length), 1)
 
 
 def _damaged(path: object, error: BaseException) -> Undecodable:

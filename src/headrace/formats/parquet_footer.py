@@ -1,9 +1,9 @@
 """The Thrift structures of a parquet file: the footer and the headers of pages.
 
-pyarrow parses footers too, but its Python accessors to row groups and columns let some C++ exceptions through: one wrong
+pyarrow parses footers too, but its Python accessors to row groups and their columns let some C++ exceptions through: one wrong
 byte in a footer, such as a histogram of another length, then aborts the process (pyarrow 26: 3 of 1,400 damaged files). So
-the few numbers that a scan needs are read here, from the Thrift compact protocol, and every claim is compared with the bytes that are
-there. pyarrow gets the same bytes later, for decoding, through calls whose errors it does catch.
+the few numbers of row groups that a scan needs are read here, from the Thrift compact protocol, and every claim is compared with the bytes
+that are there. The schema is pyarrow's, which gets the same bytes through calls whose errors it does catch.
 
 A page's header says how many values the page decodes to. A few bytes can stand for 10^8 values, so the headers are read
 before pyarrow takes memory for them.
@@ -14,32 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_BYTE_ARRAY, _FIXED = 6, 7
-_WIDTHS = (1, 4, 8, 12, 4, 8, 16)
-"""Bytes that a decoded value takes, by physical type; of a BYTE_ARRAY besides its text."""
-_DECIMAL = 5
-_REPEATED = 2
 _MAX_DEPTH = 64
-_TYPE_NAMES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """A column of the schema."""
-
-    path: tuple[str, ...]
-    holds: str
-    """"text", or the name of another type, for messages."""
-    is_bytes: bool
-    """Whether its physical type is BYTE_ARRAY, in lists or not."""
-    width: int
-    """Bytes that a value takes in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPages:
     """The place of the pages of one column of one row group, by the footer."""
 
+    path: str
+    """Names that lead to the column in the schema's tree, joined by dots."""
     offset: int
     compressed: int
     uncompressed: int
@@ -61,22 +44,20 @@ class PageHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
-    leaves: tuple[Leaf, ...]
     group_rows: tuple[int, ...]
     pages: tuple[tuple[ColumnPages, ...], ...]
-    """By row group, then by leaf."""
+    """By row group, then by column."""
 
 
 def parse_footer(data: bytes) -> Footer:
     """Parse a FileMetaData structure; ValueError if it is damaged."""
     try:
         meta = _Compact(data).struct(0)
-        leaves = _leaves(_list(meta, 2))
+        _check_nesting(_list(meta, 2))
         groups = _list(meta, 4)
         return Footer(
-            leaves=leaves,
             group_rows=tuple(_number(group, 3) for group in groups),
-            pages=tuple(_pages(leaves, _list(group, 1)) for group in groups),
+            pages=tuple(tuple(map(_pages, _list(group, 1))) for group in groups),
         )
     except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{type(error).__name__} where a parquet structure should be") from error
@@ -99,66 +80,38 @@ def parse_page_header(data: bytes | memoryview, at: int) -> PageHeader:
     return page
 
 
-def _leaves(elements: list[Any]) -> tuple[Leaf, ...]:
-    """The columns in order. The schema is a tree written out depth first, each inner node with its number of children."""
-    leaves: list[Leaf] = []
-    left = [_number(elements[0], 5)]  # children still to come, per open node
-    path: list[str] = []
-    repeated: list[bool] = []
-    for element in elements[1:]:
-        while left and left[-1] == 0:
+def _check_nesting(elements: list[Any]) -> None:
+    """Refuse a schema that is nested too deeply for pyarrow, which follows it by recursion.
+
+    The schema is a tree written out depth first, each inner node with its number of children.
+    """
+    left: list[int] = []  # children still to come, per open node
+    for element in elements:
+        while left and left[-1] <= 0:
             left.pop()
-            path.pop()
-            repeated.pop()
-        if not left:
-            raise ValueError("the schema has more columns than its tree")
-        left[-1] -= 1
-        name = element[4].decode("utf-8")
-        in_list = any(repeated) or element.get(3) == _REPEATED
+        if left:
+            left[-1] -= 1
         if element.get(5):
-            if len(left) > _MAX_DEPTH:
-                raise ValueError("the schema is nested too deeply")
             left.append(_number(element, 5))
-            path.append(name)
-            repeated.append(element.get(3) == _REPEATED)
-            continue
-        kind = _number(element, 1)
-        holds = _TYPE_NAMES[kind] if 0 <= kind < len(_TYPE_NAMES) else f"type {kind}"
-        if in_list:
-            holds = "lists"
-        elif kind == _BYTE_ARRAY:
-            holds = "decimals" if element.get(6) == _DECIMAL else "text"
-        width = _WIDTHS[kind] if 0 <= kind < _FIXED else _number(element, 2) if kind == _FIXED else 16
-        leaves.append(Leaf(path=(*path, name), holds=holds, is_bytes=kind == _BYTE_ARRAY, width=max(width, 1)))
-    if any(left):
-        raise ValueError("the schema has fewer columns than its tree")
-    return tuple(leaves)
+        if len(left) > _MAX_DEPTH:
+            raise ValueError("the schema is nested too deeply")
 
 
-def _pages(leaves: tuple[Leaf, ...], columns: list[Any]) -> tuple[ColumnPages, ...]:
-    if len(columns) != len(leaves):
-        raise ValueError(f"a row group has {len(columns)} columns, the schema {len(leaves)}")
-    pages = []
-    for leaf, column in zip(leaves, columns, strict=True):
-        if column.get(1):
-            raise ValueError("a column lies in another file")
-        meta = column[3]
-        path = tuple(part.decode("utf-8") for part in _list(meta, 3))
-        if path != leaf.path:
-            raise ValueError(f"column {'.'.join(leaf.path)} is called {'.'.join(path)} in a row group")
-        offset, dictionary = _number(meta, 9), meta.get(11, 0)
-        if not isinstance(dictionary, int):
-            raise ValueError("a dictionary offset that is no number")
-        pages.append(
-            ColumnPages(
-                offset=min(offset, dictionary) if dictionary > 0 else offset,
-                compressed=_number(meta, 7),
-                uncompressed=_number(meta, 6),
-                values=_number(meta, 5),
-                has_dictionary=dictionary > 0,
-            )
-        )
-    return tuple(pages)
+def _pages(column: dict[int, Any]) -> ColumnPages:
+    if column.get(1):
+        raise ValueError("a column lies in another file")
+    meta = column[3]
+    offset, dictionary = _number(meta, 9), meta.get(11, 0)
+    if not isinstance(dictionary, int):
+        raise ValueError("a dictionary offset that is no number")
+    return ColumnPages(
+        path=".".join(part.decode("utf-8") for part in _list(meta, 3)),
+        offset=min(offset, dictionary) if dictionary > 0 else offset,
+        compressed=_number(meta, 7),
+        uncompressed=_number(meta, 6),
+        values=_number(meta, 5),
+        has_dictionary=dictionary > 0,
+    )
 
 
 def _number(struct: dict[int, Any], field: int) -> int:

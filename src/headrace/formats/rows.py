@@ -10,6 +10,7 @@ Cells and Gram shards are read through it. `FORMATS` is the registry: a new form
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -107,8 +108,9 @@ def chosen(path: object, names: Sequence[str], columns: Sequence[str] | None) ->
             "columns, or the file."
         )
     wanted = list(names if columns is None else dict.fromkeys(columns))
-    if len(set(wanted)) < len(wanted) or any(names.count(name) > 1 for name in wanted if len(names) > len(set(names))):
-        double = next(name for name in wanted if names.count(name) > 1)
+    counts = Counter(names)
+    double = next((name for name in wanted if counts[name] > 1), None)
+    if double is not None:
         raise DataError(f"{path} has several columns called {double!r}. Write it with one.")
     return wanted
 

@@ -14,9 +14,7 @@ import numpy as np
 
 from headrace.formats.byte_file import ByteFile
 from headrace.formats.chunks import BadRow, FileScan, not_utf8
-from headrace.formats.lines import BLANKS, IS_BLANK, NEWLINE, TextLines, blocks, other_rows, split_lines, text_start
-
-_ZERO = np.zeros(1, dtype=np.int64)
+from headrace.formats.lines import BLANKS, TextLines, line_ends, other_rows, split_lines, text_start
 
 
 class TextFiles(TextLines):
@@ -70,27 +68,14 @@ class TextParagraphs(TextLines):
         """Find the paragraphs of a file: the offset at which each begins, and the number of lines before it."""
         starts, lines = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         line_start, line = text_start(file), 0  # the line that is open at the block's start
-        solid = False  # whether that line has shown a byte that is not blank
         after_blank = True  # whether the line before it was blank, or there is none
-        for offset, window in blocks(file, line_start):
-            held = len(window)
-            ends = (window == NEWLINE).nonzero()[0] + 1
-            if offset + held == file.size and window[-1] != NEWLINE:
-                ends = np.append(ends, held)
-            others = np.concatenate((_ZERO, np.cumsum(~IS_BLANK[window], dtype=np.int64)))
-            # Bytes that are not blank, of each line that ends in this block.
-            is_text = np.diff(np.concatenate((_ZERO, others[ends]))) > 0
-            rest = bool(others[held] > (others[ends[-1]] if len(ends) else 0))
+        for ends, is_text in line_ends(file, line_start):
             if not len(ends):
-                solid = solid or rest
                 continue
-            is_text[0] |= solid
             begins = is_text & np.concatenate(([after_blank], ~is_text[:-1]))
-            first = np.concatenate(([line_start], ends[:-1] + offset))
-            starts.append(first[begins])
+            starts.append(np.concatenate(([line_start], ends[:-1]))[begins])
             lines.append(line + begins.nonzero()[0])
-            line += len(ends)
-            line_start, solid, after_blank = offset + int(ends[-1]), rest, not bool(is_text[-1])
+            line_start, line, after_blank = int(ends[-1]), line + len(ends), not is_text[-1]
         return np.concatenate(starts), np.concatenate(lines)
 
     def decode(self, file: ByteFile, loaded: Any, rows: int) -> tuple[list[str | None], list[BadRow]]:

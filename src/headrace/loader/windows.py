@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.errors import DataError, HeadraceError, TokenizerError
+from headrace.errors import DataError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
 from headrace.order import derive, mix64_array
@@ -33,7 +33,7 @@ from headrace.text import (
     Packing,
     TokenBatch,
     Tokenizer,
-    Unsound,
+    encode_named,
     join_batches,
     pack,
 )
@@ -185,10 +185,10 @@ class WindowMaker:
         at, tokens = start.position + len(parts[0].texts), self._packing.total(parts[0].texts)
         while tokens <= wanted and at < total_rows:
             texts, chunk_of, row_of, holes = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
-            batch, made = self._encode(texts, chunk_of, row_of)
+            batch = self._encode(texts, chunk_of, row_of)
             parts.append(Encoded(batch, chunk_of, row_of, holes))
             at += len(texts)
-            tokens += made
+            tokens += self._packing.total(batch)
         batches = [part.texts for part in parts]
         with phase("pack", meter=self._meter):
             packed = pack(
@@ -197,7 +197,6 @@ class WindowMaker:
                 offset=start.offset,
                 last=at >= total_rows,
                 shuffle_key=self._shuffle_key(lane, start),
-                vocabulary=self._tokenizer.vocab_size,
             )
         used = packed.documents
         if not len(packed.blocks) and start.position == 0 and used == total_rows:
@@ -205,8 +204,6 @@ class WindowMaker:
         seen = used + (1 if packed.offset else 0)
         chunk_of, row_of = np.concatenate([p.chunks for p in parts]), np.concatenate([p.rows for p in parts])
         holes = np.concatenate([p.holes for p in parts])
-        if packed.unsound is not None:
-            raise self._unsound(packed.unsound, batches, chunk_of, row_of)
         left = None
         if used < len(chunk_of):  # a copy: what is left is a few per cent of the window, and must not keep all of it
             left = Encoded(_documents_from(batches, used), chunk_of[used:], row_of[used:], holes[used:])
@@ -313,48 +310,15 @@ class WindowMaker:
         holes[[place for place in missing if place < len(texts)]] = True
         return texts, np.concatenate(chunks), np.concatenate(rows), holes
 
-    def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> tuple[TokenBatch, int]:
-        """The texts' ids, and how many they are with BOS and EOS."""
-        try:
-            with phase("tokenize", meter=self._meter):
-                batch = self._tokenizer.encode(texts)
-        except (Exception, SystemExit) as error:  # a tokenizer that calls exit() must not end a thread without a word
-            raise self._culprit(texts, chunks, rows, error) from error
-        made = self._checked_total(batch, len(texts))
+    def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> TokenBatch:
+        with phase("tokenize", meter=self._meter):
+            batch = encode_named(self._tokenizer, texts, lambda i: self._place(int(chunks[i]), int(rows[i])))
         if self._reference is not None:
             self._spot_check(batch, texts, chunks, rows)
         tokens = len(batch.ids)
         if tokens > 1000:
             self._chars_per_token = 0.5 * self._chars_per_token + 0.5 * sum(map(len, texts)) / tokens
-        return batch, made
-
-    def _checked_total(self, batch: TokenBatch, texts: int) -> int:
-        """The compiled loops trust offsets: a tokenizer of the user's own may not be trusted with that."""
-        name, offsets, ids = self._tokenizer.name, batch.offsets, batch.ids
-        if (
-            ids.dtype != np.int32
-            or offsets.dtype != np.int64
-            or not (ids.flags.c_contiguous and offsets.flags.c_contiguous)
-        ):
-            raise TokenizerError(
-                f"tokenizer {name} gave ids of {ids.dtype} and offsets of {offsets.dtype}; int32 and int64 in one piece are needed"
-            )
-        total = self._packing.total(batch)
-        if len(batch) != texts or total < 0:
-            raise TokenizerError(
-                f"tokenizer {name} gave {len(batch)} documents for {texts} texts, or offsets that do not cover its ids"
-            )
-        return total
-
-    def _unsound(
-        self, found: Unsound, batches: Sequence[TokenBatch], chunks: np.ndarray, rows: np.ndarray
-    ) -> TokenizerError:
-        wrong = _documents_from(batches, found.document).ids[found.place]
-        place = self._place(int(chunks[found.document]), int(rows[found.document]))
-        return TokenizerError(
-            f"tokenizer {self._tokenizer.name} gave id {int(wrong)} for {place}, outside its vocabulary of "
-            f"{self._tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
-        )
+        return batch
 
     def _spot_check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
         """Some documents, the same in every run, are encoded by the reference too."""
@@ -379,21 +343,6 @@ class WindowMaker:
     def _place(self, chunk: int, row: int) -> str:
         file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
         return f"row {local} of {self.source.manifest.files[file].path} (source {self.source.name})"
-
-    def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: BaseException) -> HeadraceError:
-        """The error with the document's name: the tokenizer only says that one of a batch failed."""
-        for text, chunk, row in zip(texts, chunks.tolist(), rows.tolist(), strict=True):
-            try:
-                self._tokenizer.encode([text])
-            except (Exception, SystemExit) as alone:
-                why = f"it called for an exit, {alone!r}" if isinstance(alone, SystemExit) else alone
-                return TokenizerError(
-                    f"tokenizer {self._tokenizer.name} failed on {self._place(chunk, row)}: {why}. Remove the row, or use another "
-                    "tokenizer."
-                )
-        return TokenizerError(
-            f"tokenizer {self._tokenizer.name} failed on a batch of source {self.source.name}: {error}"
-        )
 
 
 def leave_out_too_long(source: OpenSource, tokenizer: Tokenizer, texts: list[str], rows: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ Reads no clock, draws no randomness, starts no thread.
 
 from headrace.order.cursor import Cursor
 from headrace.order.digest import Digest, content_hash, sample_term
-from headrace.order.fingerprint import chunk_hash, file_fingerprint, fingerprint_json, full_fingerprint
+from headrace.order.fingerprint import chunk_hash, file_fingerprint, fingerprint_json
 from headrace.order.keys import derive, draws, key, mix64, mix64_array
 from headrace.order.permutation import Permutation
 
@@ -25,7 +25,6 @@ __all__ = [
     "draws",
     "file_fingerprint",
     "fingerprint_json",
-    "full_fingerprint",
     "key",
     "mix64",
     "mix64_array",

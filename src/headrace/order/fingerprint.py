@@ -2,12 +2,11 @@
 
 At start a file is known by its size and a few sampled blocks (64 KiB at the head, at the tail and at keyed places
 between: about a millisecond, whatever the size). When a chunk is read, all of its bytes are hashed (xxh3, ~10 GB/s on one
-core) and compared with what was recorded the first time. `full_fingerprint` reads everything, on request.
+core) and compared with what was recorded the first time.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,6 @@ def file_fingerprint(path: Path, size: int) -> str:
             handle.seek(start)
             hasher.update(handle.read(SAMPLED_BLOCK))
     return hasher.hexdigest()
-
-
-def full_fingerprint(path: Path) -> str:
-    """16 hex digits over every byte of the file."""
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest()
 
 
 def sampled_offsets(size: int) -> list[int]:

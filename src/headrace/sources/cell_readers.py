@@ -203,12 +203,11 @@ class CellProcesses:
         pipe = self._workers[worker].pipe
         with Wait("streams.worker", meter=self._meter, deadline=self._deadline) as wait:
             try:
-                while not pipe.poll(min(0.5, max(wait.remaining(), 0.001))):
-                    if wait.expired():
-                        wait.remedy = (
-                            f"{self._process_text(worker)} still reads {self._rows_text(worker)}: look at the disk or the mount, or give "
-                            "a longer deadline."
-                        )
+                while not pipe.poll(wait.remaining()):
+                    wait.remedy = (
+                        f"{self._process_text(worker)} still reads {self._rows_text(worker)}: look at the disk or the mount, or give "
+                        "a longer deadline."
+                    )
                     wait.check()
                 cells, failure = pipe.recv()
             except (EOFError, ConnectionError) as error:

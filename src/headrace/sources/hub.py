@@ -26,7 +26,8 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import orjson
@@ -112,27 +113,25 @@ def _snapshot(place: str, what: str) -> Path | None:
     return present[0] if present else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
     """The splits and configurations of a dataset's files, by the rules of the hub."""
 
-    def __init__(self, root: Path | str, what: str, files: Iterable[str], readme: str) -> None:
-        """Args:
-        root: The folder, or the URL of a dataset on the hub.
-        what: Begins every error.
-        files: Paths of the files below the root.
-        readme: Text of README.md, if there is one.
-        """
-        self.root = root
-        self.what = what
-        self.files = tuple(sorted(files, key=os.fsencode))
-        self._readme = readme
+    root: Path | str
+    """The folder, or the URL of a dataset on the hub."""
+    what: str
+    """Begins every error."""
+    files: Sequence[str]
+    """Paths of the files below the root, in bytewise order."""
+    readme: str
+    """Text of README.md; empty if there is none."""
 
     @classmethod
     def of_folder(cls, root: Path, what: str) -> _Layout:
         readme = ""
         with contextlib.suppress(OSError, FileCorrupt):
             readme = read_regular(root / "README.md", _MAX_README, follow=True).decode(errors="replace")
-        return cls(root, what, _walk(root), readme)
+        return cls(root=root, what=what, files=sorted(_walk(root), key=os.fsencode), readme=readme)
 
     def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
         """Return the paths of every shard of a split; none if no file is in a format that headrace reads."""
@@ -168,20 +167,17 @@ class _Layout:
 
     def _declared(self) -> list[dict[str, Any]]:
         """The entries of `configs:` in the README's header."""
-        readme = f"{self.root}/README.md"
-        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", self._readme, re.DOTALL)
+        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", self.readme, re.DOTALL)
         if header is None or "configs:" not in header[1]:
             return []
-        try:
-            import yaml
-        except ImportError as error:
-            raise ConfigError(
-                f"{self.what}: {readme} declares configurations in YAML, which needs PyYAML: pip install pyyaml"
-            ) from error
+        import yaml
+
         try:
             value = yaml.safe_load(header[1])
         except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise DataError(f"{self.what}: the header of {readme} is no YAML ({first_line(error)})") from error
+            raise DataError(
+                f"{self.what}: the header of {self.root}/README.md is no YAML ({first_line(error)})"
+            ) from error
         configs = value.get("configs") if isinstance(value, dict) else None
         return [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
 
@@ -246,14 +242,13 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def _format_of(path: str) -> str | None:
-    name = path.rpartition("/")[2]
-    if name in _NOT_DATA:
+    file = PurePosixPath(path)
+    if file.name in _NOT_DATA:
         return None
-    for packed in PACKINGS:
-        if name.endswith(packed):
-            plain = name.removesuffix(packed)
-            return next((f for s, f in _FORMATS.items() if plain.endswith(s) and f in ("jsonl", "txt")), None)
-    return next((f for s, f in _FORMATS.items() if name.endswith(s)), None)
+    if file.suffix in PACKINGS:
+        packed = _FORMATS.get(PurePosixPath(file.stem).suffix)
+        return packed if packed in ("jsonl", "txt") else None
+    return _FORMATS.get(file.suffix)
 
 
 def _format(files: Sequence[str], what: str) -> str:
@@ -289,21 +284,15 @@ def _by_names(files: Sequence[str]) -> dict[str, list[str]]:
 
 def _data_files(value: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield (split, patterns) for each of the forms that `data_files` may have in a README."""
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-        yield "train", [value] if isinstance(value, str) else value
-    elif isinstance(value, dict):
-        for split, patterns in value.items():
-            yield str(split), _strings(patterns)
-    elif isinstance(value, list):
-        for entry in value:
-            if isinstance(entry, dict):
-                yield str(entry.get("split", "train")), _strings(entry.get("path"))
-
-
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    return [str(v) for v in value] if isinstance(value, list) else []
+    if isinstance(value, dict):
+        pairs = list(value.items())
+    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        pairs = [(entry.get("split", "train"), entry.get("path")) for entry in value if isinstance(entry, dict)]
+    else:
+        pairs = [("train", value)]
+    for split, patterns in pairs:
+        listed = patterns if isinstance(patterns, list) else [patterns]
+        yield str(split), [pattern for pattern in listed if isinstance(pattern, str)]
 
 
 def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> None:
@@ -349,10 +338,10 @@ def _parquet_on_hub(source: Source, what: str) -> Found | None:
         raise _unreachable(place, what, error) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreachable(place, what, error) from error
-    visible = [name for name in sizes if not any(part.startswith((".", "__")) for part in name.split("/"))]
+    visible = sorted(name for name in sizes if not any(part.startswith((".", "__")) for part in name.split("/")))
     if "dataset_dict.json" in visible or "state.json" in visible:
         return None
-    files = _Layout(root, what, visible, readme).files_of(source.split, source.config)
+    files = _Layout(root=root, what=what, files=visible, readme=readme).files_of(source.split, source.config)
     if not files or _format(files, what) != "parquet" or not all(isinstance(sizes[path], int) for path in files):
         return None
     return pinned_objects(root, {path: sizes[path] for path in files}, version=commit)

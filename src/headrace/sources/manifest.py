@@ -85,10 +85,6 @@ class Manifest:
     def chunks(self) -> int:
         return len(self.chunk_rows)
 
-    @property
-    def bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
     def path_of(self, chunk: int) -> str:
         """Return the path of a chunk's file, with the root, for errors."""
         return f"{self.root}/{self.files[int(self.chunk_file[chunk])].path}"

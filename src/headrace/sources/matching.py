@@ -74,11 +74,11 @@ def matches(
         )
     walk = _Walk(packings, allow_symlinks, what)
     cut = len(parts)
-    if _is_pattern(place) and walk.lstat(base / place) is None:
+    if _is_pattern(place) and walk.stat(base / place, follow=False) is None:
         cut = next(i for i, part in enumerate(parts) if _is_pattern(part))
     root, pattern = base.joinpath(*parts[:cut]), parts[cut:]
     walk.check_named(base, parts[:cut])
-    status = walk.stat(root)
+    status = walk.checked(root)
     if status is None:
         raise DataError(_nothing(what, place, root))
     if not pattern and not stat.S_ISDIR(status.st_mode):
@@ -111,10 +111,7 @@ def stored_matches(place: str, *, suffixes: Sequence[str], packings: tuple[str, 
     """Return the objects that a URL names."""
     store, root, objects = find_objects(place, suffixes=suffixes, packings=COMPRESSED, what=what)
     for path, _, _ in objects:
-        if path.endswith(COMPRESSED) and not path.endswith(packings):
-            raise DataError(
-                f"{what}: {root}/{path} is compressed, which this scheme does not read. Unpack it, or take it out of the source."
-            )
+        _require_readable(f"{root}/{path}", packings, what)
     return Found(root=root, files=tuple(FoundFile(path=p, size=s, version=tag) for p, s, tag in objects), store=store)
 
 
@@ -134,14 +131,27 @@ class _Walk:
         self.what = what
         self.count = 0
 
-    def lstat(self, path: Path) -> os.stat_result | None:
-        return self._stat(path, follow=False)
+    def stat(self, path: Path, *, follow: bool) -> os.stat_result | None:
+        def call() -> os.stat_result | None:
+            try:
+                return path.stat(follow_symlinks=follow)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
-    def stat(self, path: Path) -> os.stat_result | None:
-        return self._stat(path, follow=self.allow_symlinks)
+        return patiently(f"{self.what}: looking at {path}", call)
+
+    def checked(self, path: Path) -> os.stat_result | None:
+        """The status of a path; None if there is nothing. A symbolic link is followed where that is allowed, and refused otherwise."""
+        status = self.stat(path, follow=self.allow_symlinks)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            raise DataError(
+                f"{self.what}: {path} is a symbolic link to {path.readlink()}. Links can change what a source holds "
+                "without a trace; name the place itself, or allow it with allow_symlinks = true."
+            )
+        return status
 
     def identity(self, path: Path) -> tuple[int, int]:
-        status = self._stat(path, follow=True)
+        status = self.stat(path, follow=True)
         return (status.st_dev, status.st_ino) if status is not None else (-1, -1)
 
     def check_named(self, base: Path, parts: Sequence[str]) -> None:
@@ -149,15 +159,10 @@ class _Walk:
         named = [base.joinpath(*parts[: i + 1]) for i in range(len(parts))]
         absolute = bool(parts) and parts[0] == "/"
         for path in named[-1:] if absolute else named:
-            status = self.lstat(path)
-            if status is not None and stat.S_ISLNK(status.st_mode):
-                self._refuse_link(path)
+            self.checked(path)
 
     def file(self, path: Path, relative: str) -> FoundFile:
-        status = self.lstat(path)
-        if status is not None and stat.S_ISLNK(status.st_mode):
-            self._refuse_link(path)
-            status = self.stat(path)
+        status = self.checked(path)
         if status is None:
             raise DataError(
                 f"{self.what}: {path} is a link to nothing, or vanished while it was listed. Restore or remove it."
@@ -167,12 +172,7 @@ class _Walk:
                 f"{self.what}: {path} is {file_kind(status.st_mode)}; a source reads regular files only. Take it out of the "
                 "folder, or name the files with a narrower glob."
             )
-        if relative.endswith(COMPRESSED) and not relative.endswith(self.packings):
-            raise DataError(
-                f"{self.what}: {path} is compressed, which this scheme does not read"
-                + (f" (it reads {' and '.join(self.packings)})" if self.packings else "")
-                + ". Unpack it, or take it out of the source."
-            )
+        _require_readable(str(path), self.packings, self.what)
         try:
             relative.encode()
         except UnicodeEncodeError:
@@ -195,57 +195,34 @@ class _Walk:
     ) -> Iterator[FoundFile]:
         """All files below a folder that match the parts of a glob and have one of these endings."""
         head, rest = pattern[0], pattern[1:]
+        fits = re.compile(fnmatch.translate("*" if head == "**" else head)).match
         if head == "**":
             yield from self.expand(folder, prefix, rest or ("*",), above, endings)
-            rest, matcher = pattern, None
-        else:
-            matcher = re.compile(fnmatch.translate(head))
-        for name, is_folder in self._entries(folder, above, hidden=head.startswith("."), only=matcher):
-            inner = folder / name
+            rest = pattern
+        for entry in patiently(f"{self.what}: listing {folder}", lambda: _scandir(folder)):
+            name, inner, is_folder = entry.name, folder / entry.name, entry.is_dir()
+            if (name.startswith(".") and not head.startswith(".")) or not fits(name):
+                continue
+            if is_folder and entry.is_symlink():
+                self.checked(inner)
+                if self.identity(inner) in above:
+                    raise DataError(
+                        f"{self.what}: {inner} links back to a folder above it, so the listing would never end. Remove the link "
+                        "or name the files with a narrower glob."
+                    )
             if rest and is_folder:
                 yield from self.expand(inner, f"{prefix}{name}/", rest, (*above, self.identity(inner)), endings)
             elif not rest and not is_folder and name.endswith(endings):
                 yield self.file(inner, f"{prefix}{name}")
 
-    def _entries(
-        self,
-        folder: Path,
-        above: tuple[tuple[int, int], ...],
-        *,
-        hidden: bool = False,
-        only: re.Pattern[str] | None = None,
-    ) -> list[tuple[str, bool]]:
-        """(name, is a folder) in order. A linked folder is refused, or followed unless it leads back to itself."""
-        listed: list[tuple[str, bool]] = []
-        for entry in patiently(f"{self.what}: listing {folder}", lambda: _scandir(folder)):
-            if (entry.name.startswith(".") and not hidden) or (only is not None and not only.match(entry.name)):
-                continue
-            is_folder = entry.is_dir()
-            if is_folder and entry.is_symlink():
-                self._refuse_link(folder / entry.name)
-                if self.identity(folder / entry.name) in above:
-                    raise DataError(
-                        f"{self.what}: {folder / entry.name} links back to a folder above it, so the listing would never "
-                        "end. Remove the link or name the files with a narrower glob."
-                    )
-            listed.append((entry.name, is_folder))
-        return listed
 
-    def _refuse_link(self, path: Path) -> None:
-        if not self.allow_symlinks:
-            raise DataError(
-                f"{self.what}: {path} is a symbolic link to {path.readlink()}. Links can change what a source holds "
-                "without a trace; name the place itself, or allow it with allow_symlinks = true."
-            )
-
-    def _stat(self, path: Path, *, follow: bool) -> os.stat_result | None:
-        def call() -> os.stat_result | None:
-            try:
-                return path.stat(follow_symlinks=follow)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-
-        return patiently(f"{self.what}: looking at {path}", call)
+def _require_readable(path: str, packings: tuple[str, ...], what: str) -> None:
+    """Refuse a compressed file that the scheme does not read."""
+    if path.endswith(COMPRESSED) and not path.endswith(packings):
+        readable = f" (it reads {' and '.join(packings)})" if packings else ""
+        raise DataError(
+            f"{what}: {path} is compressed, which this scheme does not read{readable}. Unpack it, or take it out of the source."
+        )
 
 
 def _scandir(folder: Path) -> list[os.DirEntry[str]]:

@@ -10,6 +10,7 @@ with the one recorded when it was first read, and only then decodes it. `holes()
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -152,7 +153,6 @@ class OpenSource:
         self._noted: set[str] = set()
         self._looked_at = np.zeros(self.manifest.chunks, dtype=bool)
         self._holes: list[tuple[int, int, int, str]] = []
-        self._listed = False
 
     def __enter__(self) -> OpenSource:
         return self
@@ -197,10 +197,8 @@ class OpenSource:
         cut = f", split={self.source.document}" if self._reader.parameters().get("split") else ""
         entries = {f"data:{self.name}": f"{whole} ({len(manifest.files):,} files, {manifest.rows:,} rows{cut})"}
         if len(manifest.files) <= _FILES_IN_CURSOR:
-            for file in manifest.files:
-                entries[f"data:{self.name}/{file.path}"] = f"{file.fingerprint} ({file.rows:,} rows)"
-        else:
-            self._publish_listing(whole)
+            return entries | {f"data:{self.name}/{path}": value for path, value in self._listing().items()}
+        self._publish_listing(whole)
         return entries
 
     def describe_change(self, saved: Mapping[str, str]) -> list[str]:
@@ -216,7 +214,7 @@ class OpenSource:
             before = self._read_listing(saved[own])
         if before is None:
             return [f"source {self.name!r}: saved {saved[own]}, now {now[own]}"]
-        after = {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}
+        after = self._listing()
         phrases = [
             f"{path} changed (saved {before[path]}, now {after[path]})"
             for path in after
@@ -334,19 +332,17 @@ class OpenSource:
             left = _HOLES_KEPT - len(self._holes)
             self._holes += [(index, first + b.row, b.rows, b.reason) for b in bad[:left]]
 
+    def _listing(self) -> dict[str, str]:
+        """Fingerprint and rows of each file."""
+        return {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}
+
     def _publish_listing(self, whole: str) -> None:
         """Keep the fingerprints of files that are too many for a cursor beside the records, under the fingerprint of the source."""
-        if self._listed:
-            return
-        listing = {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}
-        try:
-            make_inside(self._listings.parent, self._listings.name)
-            publish(self._listings / f"{whole}.json", orjson.dumps(listing))
-        except FileExistsError:
-            pass
-        except (OSError, StorageError):
-            return
-        self._listed = True
+        path = self._listings / f"{whole}.json"
+        with contextlib.suppress(OSError, StorageError):
+            if not path.exists():
+                make_inside(path.parent.parent, path.parent.name)
+                publish(path, orjson.dumps(self._listing()))
 
     def _read_listing(self, saved: str) -> dict[str, str] | None:
         match = _COMBINED.match(saved)

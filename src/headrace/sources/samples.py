@@ -26,7 +26,6 @@ import orjson
 
 from headrace.errors import DataChanged, FileCorrupt, StorageError
 from headrace.files import publish, publish_json, read_json, sync_folder, temporary_name
-from headrace.order import full_fingerprint
 
 _SHARDS = 4
 _LEAST, _MOST = 300, 8_000
@@ -60,7 +59,7 @@ def _build(name: str, folder: Path) -> None:
             path = aside / f"{name}-{index}.jsonl"
             publish(path, b"".join(lines))
             path.chmod(0o444)
-            seal[path.name] = {"size": path.stat().st_size, "rows": len(lines), "xxh3": full_fingerprint(path)}
+            seal[path.name] = {"size": path.stat().st_size, "rows": len(lines)}
         publish_json(aside / _SEAL, {"made_from": f"Python {sys.version.split()[0]}", "files": seal})
         try:
             aside.rename(folder)

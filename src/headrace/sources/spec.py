@@ -41,11 +41,6 @@ _NAME = re.compile(r"[\w.+-]{1,80}")
 _QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
 
 
-def option_value(text: str) -> str:
-    """Decode the text after `key=` in a one-line spec: `%26` stands for `&`, and `+` for itself."""
-    return unquote(text)
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """One source of documents: where to read them, their share of the mix, and what a bad row does."""
@@ -110,7 +105,7 @@ class Source:
         options: dict[str, Any] = {}
         for pair in match["query"].split("&"):
             key, equals, text = pair.partition("=")
-            value = option_value(text)
+            value = unquote(text)  # %26 stands for &, and + for itself
             if key not in valid:
                 problems.append(
                     f"source {line!r}: unknown option {key!r}, did you mean {nearest(key, valid)[0]!r}? "

@@ -16,13 +16,12 @@ from headrace.errors import DataChanged, DataError
 from headrace.formats.arrow import (
     PlacedMessage,
     bad_batch,
-    batch_of,
     messages_of,
     read_batch,
     read_schema,
     schema_message,
 )
-from headrace.formats.arrow_messages import BATCH, Batch
+from headrace.formats.arrow_messages import BATCH
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Undecodable, first_line, most_decoded
 from headrace.formats.chunks import BadRow, FileScan, Loaded
 from headrace.formats.parquet import no_such_column
@@ -52,17 +51,16 @@ class ArrowTexts(ColumnReader[Any]):
         row = 0
         for message in messages_of(file):
             if message.kind == BATCH:
-                batch = batch_of(file, message.start, message.metadata)
-                size = self._size(file, head, message, batch)
-                if batch.rows:
-                    found.append((message.start, message.end, batch.rows, row, size))
-                row += batch.rows
+                size, rows = self._size(file, head, message), message.batch.rows
+                if rows:
+                    found.append((message.start, message.end, rows, row, size))
+                row += rows
         start, end, rows, line, sizes = np.array(found, dtype=np.int64).reshape(-1, 5).T.copy()
         return FileScan(start=start, end=end, rows=rows, line=line, size=sizes)
 
-    def _size(self, file: ByteFile, head: Any, message: PlacedMessage, batch: Batch) -> int:
+    def _size(self, file: ByteFile, head: Any, message: PlacedMessage) -> int:
         """The bytes of a batch that are read, once its claims were checked. `head`: as `describe` returns it."""
-        return sum(length for _, length in head.buffers(file, message, batch))
+        return sum(length for _, length in head.buffers(file, message))
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         column = self.described(file)
@@ -70,8 +68,7 @@ class ArrowTexts(ColumnReader[Any]):
             message = next(messages_of(file, start, end))
             if message.kind != BATCH or message.end != end:
                 raise ValueError("no record batch")
-            batch = batch_of(file, start, message.metadata)
-            places = column.buffers(file, message, batch)
+            places = column.buffers(file, message)
         except (StopIteration, ValueError, Undecodable) as error:
             raise DataChanged(
                 f"{file.path} no longer holds a record batch at bytes {start:,} to {end:,}: it was written to since its rows were "
@@ -85,7 +82,7 @@ class ArrowTexts(ColumnReader[Any]):
         buffers = [view[offset - first : offset - first + length] if length else None for offset, length in places]
         for buffer in buffers:
             hasher.update(b"" if buffer is None else buffer)
-        return Loaded(hash=hasher.intdigest(), payload=(batch, buffers))
+        return Loaded(hash=hasher.intdigest(), payload=(message.batch, buffers))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         import pyarrow as pa
@@ -96,7 +93,7 @@ class ArrowTexts(ColumnReader[Any]):
         def decode() -> tuple[list[str | None], list[BadRow]]:
             plain = [None if b is None else _plain(b, batch.codec) for b in buffers]
             parents, own = plain[: len(column.parents)], plain[len(column.parents) :]
-            length, nulls = batch.nodes[column.node]
+            length, nulls = batch.nodes[len(column.arrays) - 1]
             array = pa.Array.from_buffers(
                 column.read_as, length, [b and pa.py_buffer(b) for b in own], null_count=nulls
             )
@@ -132,7 +129,7 @@ class ArrowLabelled(ArrowTexts):
                 )
         return schema_message(file), list(dict.fromkeys(names))
 
-    def _size(self, file: ByteFile, head: Any, message: PlacedMessage, batch: Batch) -> int:
+    def _size(self, file: ByteFile, head: Any, message: PlacedMessage) -> int:
         if message.body > _MAX_BATCH_BYTES:
             raise Undecodable(
                 file.path,
@@ -161,15 +158,12 @@ class ArrowLabelled(ArrowTexts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """The place of the text column among the arrays and buffers of a batch."""
+    """The text column among the arrays of a batch, which lie depth first."""
 
-    node: int
-    first_buffer: int
-    buffer_count: int
-    views_before: int
-    """Arrays of views before it; each has as many more buffers as the batch says."""
-    parents: tuple[tuple[int, int], ...]
-    """(buffer, views before it) of the validity of each struct around it, outermost first."""
+    arrays: tuple[tuple[int, bool], ...]
+    """Of every array up to the column's own, which is the last: its buffers, and whether the batch says how many more it has."""
+    parents: tuple[int, ...]
+    """Places in `arrays` of the structs around it, outermost first."""
     read_as: pa.DataType
     """Its type as bytes: whether a row is UTF-8 is checked row by row."""
 
@@ -186,23 +180,23 @@ class _Column:
         import pyarrow as pa
 
         text_key = ".".join(names)
-        place = np.zeros(3, dtype=np.int64)  # arrays, buffers and arrays of views that come before
-        parents: list[tuple[int, int]] = []
+        arrays: list[tuple[int, bool]] = []
+        parents: list[int] = []
         for depth, name in enumerate(names):
             present = [field.name for field in fields]
             if name not in present:
                 raise no_such_column(file.path, text_key, present, text=True)
             index = present.index(name)
             for before in fields[:index]:
-                place += _layout(before.type)
+                arrays += _layout(before.type)
             kind = fields[index].type
             if depth < len(names) - 1:
                 if not pa.types.is_struct(kind):
                     raise DataError(
                         f"column {name!r} of {file.path} holds {kind}, expected a struct with {names[depth + 1]!r} in it"
                     )
-                parents.append((int(place[1]), int(place[2])))
-                place += (1, 1, 0)
+                parents.append(len(arrays))
+                arrays.append((1, False))
                 fields = [kind.field(i) for i in range(kind.num_fields)]
         read_as = _as_bytes(kind)
         if read_as is None:
@@ -210,41 +204,29 @@ class _Column:
                 f"column {text_key!r} of {file.path} holds {kind}, expected one text a row. Set text_key to a column of strings"
                 f"{', or write it without a dictionary' if pa.types.is_dictionary(kind) else ''}."
             )
-        nodes, buffers, views = map(int, place)
-        return cls(
-            node=nodes,
-            first_buffer=buffers,
-            buffer_count=_layout(kind)[1],
-            views_before=views,
-            parents=tuple(parents),
-            read_as=read_as,
-        )
+        return cls(arrays=(*arrays, *_layout(kind)), parents=tuple(parents), read_as=read_as)
 
-    def buffers(self, file: ByteFile, message: PlacedMessage, batch: Batch) -> list[tuple[int, int]]:
+    def buffers(self, file: ByteFile, message: PlacedMessage) -> list[tuple[int, int]]:
         """Return (offset in the file, length) of the parents' validities and of the column's own buffers.
 
         Every claim of the batch is compared with the body of its message first.
         """
         import pyarrow.types as t
 
-        at, has_views = message.start, t.is_binary_view(self.read_as)
-        first = self.first_buffer + sum(batch.views[: self.views_before])
-        count = self.buffer_count
-        if has_views:
-            if self.views_before >= len(batch.views):
+        at, batch = message.start, message.batch
+        first, views = 0, iter(batch.views)
+        own: list[range] = []  # the buffers of each array
+        for count, has_views in self.arrays:
+            more = next(views, -1) if has_views else 0
+            if more < 0:
                 raise bad_batch(file, at, "it does not say how many buffers its views have")
-            count += batch.views[self.views_before]
-        # Parents come before the column, so its end bounds all of them.
-        if (
-            self.node >= len(batch.nodes)
-            or not 0 <= first <= first + count <= len(batch.buffers)
-            or min(batch.views, default=0) < 0
-        ):
+            own.append(range(first, first + count + more))
+            first += count + more
+        if len(own) > len(batch.nodes) or first > len(batch.buffers):
             raise bad_batch(
                 file, at, f"it has {len(batch.nodes)} arrays and {len(batch.buffers)} buffers, fewer than its schema"
             )
-        numbers = [buffer + sum(batch.views[:views]) for buffer, views in self.parents]
-        numbers += range(first, first + count)
+        numbers = [*(own[parent][0] for parent in self.parents), *own[-1]]
         places = [batch.buffers[number] for number in numbers]
         for offset, length in places:
             if offset < 0 or length < 0 or offset + length > message.body:
@@ -255,39 +237,33 @@ class _Column:
                 )
         if sum(length for _, length in places) > _MAX_COLUMN_BYTES:
             raise bad_batch(file, at, f"its text has more than the {_MAX_COLUMN_BYTES:,} bytes a chunk may have")
-        width = 16 if has_views else 4
+        width = 16 if t.is_binary_view(self.read_as) else 4
         if not batch.codec and batch.rows * width > places[len(self.parents) + 1][1]:
             raise bad_batch(file, at, f"it claims {batch.rows:,} rows, more than its buffers can hold")
         return [(message.end - message.body + offset, length) for offset, length in places]
 
 
-def _layout(kind: pa.DataType) -> tuple[int, int, int]:
-    """Count the arrays, buffers and arrays of views that a type takes in a batch, with all types inside it."""
+def _layout(kind: pa.DataType) -> list[tuple[int, bool]]:
+    """The arrays of a type, its own first: how many buffers each has, and whether the batch says how many more."""
     import pyarrow as pa
     import pyarrow.types as t
 
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     stored = _as_bytes(kind)
-    views = 0
+    has_views = stored is not None and t.is_binary_view(stored)
     if t.is_null(kind) or t.is_run_end_encoded(kind):
         buffers = 0
     elif t.is_struct(kind) or t.is_fixed_size_list(kind):
         buffers = 1
     elif t.is_union(kind):
         buffers = 1 if kind.mode == "sparse" else 2
-    elif stored is not None and t.is_binary_view(stored):
-        buffers, views = 2, 1
-    elif stored is not None or t.is_list_view(kind) or t.is_large_list_view(kind):
+    elif (stored is not None and not has_views) or t.is_list_view(kind) or t.is_large_list_view(kind):
         buffers = 3
-    else:  # numbers, times, lists, maps, dictionaries' indices
+    else:  # views, numbers, times, lists, maps, dictionaries' indices
         buffers = 2
-    nodes = 1
-    if not t.is_dictionary(kind):
-        for child in range(kind.num_fields):
-            more = _layout(kind.field(child).type)
-            nodes, buffers, views = nodes + more[0], buffers + more[1], views + more[2]
-    return nodes, buffers, views
+    children = [] if t.is_dictionary(kind) else [kind.field(i).type for i in range(kind.num_fields)]
+    return [(buffers, has_views), *(array for child in children for array in _layout(child))]
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType | None:

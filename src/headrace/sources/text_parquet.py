@@ -44,7 +44,7 @@ class ParquetTexts(ColumnReader[ParquetColumns]):
                 f"{file.path} has {len(columns.pages)} row groups; number {start} was asked of it. Restore the file."
             )
         pages = columns.pages[start]
-        data = file.read(pages.offset, pages.compressed)
+        data = file.read(pages.offset, pages.length)
         return Loaded(hash=chunk_hash(memoryview(data)), payload=(start, data))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
@@ -53,17 +53,19 @@ class ParquetTexts(ColumnReader[ParquetColumns]):
 
         def decode() -> tuple[list[str | None], list[BadRow]]:
             table = columns.decode(group, [(columns.pages[group].offset, data)])
-            return _texts(table, columns.depth) if self._shape is None else self._shape.rows(row_objects(table))
+            return _texts(table) if self._shape is None else self._shape.rows(row_objects(table))
 
         return self.checked(f"row group {group}", rows, decode)
 
 
-def _texts(table: pa.Table, depth: int) -> tuple[list[str | None], list[BadRow]]:
-    """The texts of the only column, which lies `depth` names deep."""
+def _texts(table: pa.Table) -> tuple[list[str | None], list[BadRow]]:
+    """The texts of the only column, which may lie in structs."""
+    import pyarrow as pa
+
     texts: list[str | None] = []
     bad: list[BadRow] = []
     for array in table.column(0).chunks:
-        for _ in range(depth - 1):
+        while isinstance(array, pa.StructArray):
             array = array.flatten()[0]
         more, why = texts_of(array)
         bad += [BadRow(row=r + len(texts), line=r + len(texts), reason=why[r]) for r in sorted(why)]

@@ -6,7 +6,7 @@ tokenizer_file   checks of a tokenizer.json before native code sees it
 tiktoken_ranks   a .tiktoken vocabulary as a tokenizer.json
 pieces           encoding of very long documents in pieces
 engines          the libraries that encode, and the proof that they agree with the reference
-named_encode     encoding whose errors name the document
+named_encode     encoding whose result is checked, and whose errors name the document
 pack             documents → blocks of seq_len tokens; a pure function of the token counts
 block_layout     the compiled loops of pack
 shards           prepared tokens on disk: shards, packed index, manifest
@@ -15,7 +15,7 @@ shards           prepared tokens on disk: shards, packed index, manifest
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
 from headrace.text.named_encode import encode_named
 from headrace.text.named_tokenizer import definition_of
-from headrace.text.pack import PACK_KERNELS, Blocks, Packed, Packing, Unsound, pack
+from headrace.text.pack import PACK_KERNELS, Blocks, Packed, Packing, pack
 from headrace.text.pieces import LONGEST_PIECE
 from headrace.text.token_batch import TokenBatch, join_batches
 from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -35,7 +35,6 @@ __all__ = [
     "Packing",
     "TokenBatch",
     "Tokenizer",
-    "Unsound",
     "definition_of",
     "encode_named",
     "join_batches",

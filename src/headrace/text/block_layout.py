@@ -129,23 +129,19 @@ def best_fit(rest, whole, order, count, least, capacity, blocks, bin_of):
 
 @kernel(
     f"void(Array(int32, 1, 'C', readonly=True), {_DOCUMENTS}, {_DOCUMENTS}, int64[::1], int64[::1], int64[::1], int32[::1], int64,"
-    " int32[:, ::1], int32[::1], int64[::1], int64[::1], int32[::1], int64[::1])"
+    " int32[:, ::1], int32[::1], int64[::1], int64[::1])"
 )
 def lay_blocks(
-    stream, first, lengths, piece_ptr, piece_doc, piece_start, piece_len, pad, tokens, piece_next, real, row_count, stamps, stamp_ends
+    stream, first, lengths, piece_ptr, piece_doc, piece_start, piece_len, pad, tokens, piece_next, real, row_count
 ):  # fmt: skip
     """Write the tokens of every piece into its block, padded with `pad`, and fill the arrays of `Blocks`.
 
     stream, first: the documents' tokens, and the place of each document's first token.
-    stamps, stamp_ends: the input of each block's content hash, block after block, and its end: the block's tokens, the lengths of
-    its pieces and the tokens that follow them, each after its size in bytes as 64 bits (`order.content_hash`).
     """
-    at = 0
     for b in range(len(tokens)):
         row = tokens[b]
-        begin, end = piece_ptr[b], piece_ptr[b + 1]
         column = ended = 0
-        for p in range(begin, end):
+        for p in range(piece_ptr[b], piece_ptr[b + 1]):
             d, count = piece_doc[p], np.int64(piece_len[p])
             where = first[d] + piece_start[p]
             copy_run(row, column, stream, where, count)
@@ -156,16 +152,5 @@ def lay_blocks(
             else:
                 piece_next[p] = stream[where + count]
         real[b], row_count[b] = column, ended
-        pieces = end - begin
-        stamps[at], stamps[at + 1] = 4 * column, 0
-        copy_run(stamps, at + 2, row, 0, column)
-        at += 2 + column
-        stamps[at], stamps[at + 1] = 4 * pieces, 0
-        copy_run(stamps, at + 2, piece_len, begin, pieces)
-        at += 2 + pieces
-        stamps[at], stamps[at + 1] = 4 * pieces, 0
-        copy_run(stamps, at + 2, piece_next, begin, pieces)
-        at += 2 + pieces
-        stamp_ends[b] = at
         for k in range(column, len(row)):
             row[k] = pad

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.errors import TokenizerError
+from headrace.formats.byte_file import first_line
 from headrace.order import draws, key
 from headrace.text.token_batch import TokenBatch
 
@@ -36,6 +37,7 @@ SPOT_CHECK_EVERY = 16_384
 """One document in this many is encoded by the reference too: about 1 % of the work of the fastest engine."""
 
 Encode = Callable[[Sequence[str]], TokenBatch]
+"""Encodes at least one text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,11 @@ def reference_encoder(inner: Any, name: str) -> Encode:
             if not is_panic(error):
                 raise
             raise TokenizerError(
-                f"`tokenizers` gave up on a text with tokenizer {name}: {_first_line(error)}. If that is about a regular "
+                f"`tokenizers` gave up on a text with tokenizer {name}: {first_line(error)}. If that is about a regular "
                 "expression, it takes too many steps: give the file of its publisher"
             ) from error
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        return TokenBatch.of_counts(np.concatenate(rows) if rows else np.empty(0, np.int32), map(len, rows))
+        return TokenBatch.of_counts(np.concatenate(rows), map(len, rows))
 
     return encode
 
@@ -106,7 +108,7 @@ def choose_engine(wanted: EngineName, definition: bytes, reference: Encode, *, n
         try:
             encode = _MAKERS[engine](definition)
         except Exception as error:  # each library has its own errors, some of them bare
-            passed_over.append(f"{engine} {version} does not support it: {_first_line(error)}")
+            passed_over.append(f"{engine} {version} does not support it: {first_line(error)}")
             continue
         if sample is None:
             texts = proof_sample(definition)
@@ -144,7 +146,7 @@ def disagreement(encode: Encode, texts: Sequence[str], expected: TokenBatch) -> 
     try:
         found = encode(texts)
     except Exception as error:
-        return f"it failed on the sample ({_first_line(error)})"
+        return f"it failed on the sample ({first_line(error)})"
     if len(found) != len(texts):
         return f"it gave {len(found)} documents for {len(texts)} texts"
     for i, text in enumerate(texts):
@@ -167,9 +169,7 @@ def _fastokens(definition: bytes) -> Encode:
     tokenizer.no_truncation()
 
     def encode(texts: Sequence[str]) -> TokenBatch:
-        if not texts:
-            return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
-        ids, offsets = tokenizer.encode_batch_flat(texts if isinstance(texts, list) else list(texts))
+        ids, offsets = tokenizer.encode_batch_flat(list(texts))
         return TokenBatch(np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64))
 
     return encode
@@ -182,9 +182,7 @@ def _gigatoken(definition: bytes) -> Encode:
     backend = gigatoken.Tokenizer.from_json(definition.decode()).backend
 
     def encode(texts: Sequence[str]) -> TokenBatch:
-        if not texts:
-            return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
-        layout: Any = backend.encode_batch(texts if isinstance(texts, list) else list(texts), parallel=False).layout
+        layout: Any = backend.encode_batch(list(texts), parallel=False).layout
         offsets = np.ascontiguousarray(layout.offsets.data, np.int64)
         ids = np.ascontiguousarray(layout.content.data).view(np.int32)
         return TokenBatch(ids[offsets[0] : offsets[-1]], offsets - offsets[0])
@@ -296,11 +294,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{lines[0][:160]}" if lines else type(error).__name__
 
 
 def _shown(text: str) -> str:

@@ -12,35 +12,41 @@ from headrace.text.tokenizer import Tokenizer
 
 
 def encode_named(tokenizer: Tokenizer, texts: Sequence[str], place: Callable[[int], str]) -> TokenBatch:
-    """Return the ids of some texts; TokenizerError if the tokenizer fails or gives impossible ids.
+    """Return the ids of some texts; TokenizerError if the tokenizer fails or gives impossible ids or offsets.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer. Compiled loops trust its arrays, and it may be a user's own, so they are checked here.
         texts: The documents.
         place: Returns the name of document number i, for errors.
     """
     name, size = tokenizer.name, tokenizer.vocab_size
     try:
         batch = tokenizer.encode(texts)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a tokenizer that calls exit() must not end a thread without a word
         for i, text in enumerate(texts):
             try:
                 tokenizer.encode([text])
-            except Exception as alone:
+            except (Exception, SystemExit) as alone:
+                why = f"it called for an exit, {alone!r}" if isinstance(alone, SystemExit) else alone
                 raise TokenizerError(
-                    f"tokenizer {name} failed on {place(i)}: {alone}. Remove the row, or use another tokenizer."
+                    f"tokenizer {name} failed on {place(i)}: {why}. Remove the row, or use another tokenizer."
                 ) from error
         raise TokenizerError(f"tokenizer {name} failed on a batch from {place(0)} on: {error}") from error
     ids, offsets = batch.ids, batch.offsets
-    if len(batch) != len(texts) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+    if not all(a.dtype == kind and a.flags.c_contiguous for a, kind in ((ids, np.int32), (offsets, np.int64))):
         raise TokenizerError(
-            f"tokenizer {name} gave {len(batch)} documents for {len(texts)} texts, or offsets that do not cover its ids"
+            f"tokenizer {name} gave ids of {ids.dtype} and offsets of {offsets.dtype}; int32 and int64 in one piece are needed"
         )
-    wrong = np.flatnonzero((ids < 0) | (ids >= size))
-    if wrong.size:
-        document = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+    if len(offsets) != len(texts) + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
         raise TokenizerError(
-            f"tokenizer {name} gave id {int(ids[wrong[0]])} for {place(document)}, outside its vocabulary of {size:,}. Use the tokenizer "
+            f"tokenizer {name} gave {len(offsets) - 1} documents for {len(texts)} texts, or offsets that do not cover its ids"
+        )
+    unsigned = ids.view(np.uint32)  # a negative id is a large one
+    if len(ids) and int(unsigned.max()) >= size:
+        wrong = int(np.argmax(unsigned >= size))
+        document = int(np.searchsorted(offsets, wrong, side="right")) - 1
+        raise TokenizerError(
+            f"tokenizer {name} gave id {int(ids[wrong])} for {place(document)}, outside its vocabulary of {size:,}. Use the tokenizer "
             "that belongs to this vocabulary."
         )
     return batch

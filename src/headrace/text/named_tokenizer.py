@@ -60,19 +60,16 @@ def read_definition(name: str | Path, *, base: Path | None = None) -> bytes:
         name: A tokenizer.json or .tiktoken file, a folder that holds a tokenizer.json, or the name of a model on the Hugging Face hub.
         base: Where a relative path starts; the working folder unless given.
     """
-    file = Path(name).expanduser() if base is None else base / Path(name).expanduser()
+    file = (base or Path()) / Path(name).expanduser()
     try:
         if file.is_dir():
-            file = file / "tokenizer.json"
+            file /= "tokenizer.json"
+        if not file.exists():
+            cached = _cached(str(name))
+            if cached is None:
+                raise TokenizerError(_missing(name, file))
+            file = cached
         text = read_regular(file, _MAX_FILE, follow=True)
-    except FileNotFoundError as error:
-        cached = _cached(str(name))
-        if cached is None:
-            raise TokenizerError(_missing(name, file)) from error
-        try:
-            text = read_regular(cached, _MAX_FILE, follow=True)
-        except (OSError, FileCorrupt, StorageError) as unreadable:
-            raise TokenizerError(f"tokenizer {name} cannot be read from {cached}: {unreadable}") from unreadable
     except (OSError, FileCorrupt, StorageError) as error:
         raise TokenizerError(f"tokenizer {name} cannot be read: {error}") from error
     if file.suffix == ".tiktoken":

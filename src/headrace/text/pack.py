@@ -14,14 +14,12 @@ from which labels, positions and provenance follow:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128_digest
 
 from headrace.order import Permutation, content_hash
 from headrace.text.block_layout import best_fit, copy_run, join_documents, lay_blocks
@@ -64,14 +62,8 @@ class Packing:
         return np.where(encoded > 0, encoded + self.extra, 0)
 
     def total(self, batch: TokenBatch) -> int:
-        """Return the tokens of all documents with BOS and EOS; -1 if the batch's offsets do not cover its ids."""
-        offsets = batch.offsets
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(batch.ids):
-            return -1
-        counts = batch.counts()
-        if len(counts) and int(counts.min()) < 0:
-            return -1
-        return len(batch.ids) + self.extra * int(np.count_nonzero(counts))
+        """Return the tokens of all documents with BOS and EOS."""
+        return len(batch.ids) + self.extra * int(np.count_nonzero(batch.counts()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +90,6 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def content(self, block: int) -> bytes:
-        """Compute the content hash of a block."""
-        pieces = slice(int(self.piece_ptr[block]), int(self.piece_ptr[block + 1]))
-        return content_hash(
-            self.tokens[block, : int(self.real[block])], self.piece_len[pieces], self.piece_next[pieces]
-        )
-
-
-class Unsound(NamedTuple):
-    """An id outside the vocabulary."""
-
-    document: int
-    place: int
-    """Place of the id in its document."""
-
 
 class Packed(NamedTuple):
     """The result of `pack`: blocks, and the beginning of the next window."""
@@ -126,15 +103,9 @@ class Packed(NamedTuple):
     """Documents that are in more than one piece."""
     empty: int
     """Documents without a token, of those used up."""
-    unsound: Unsound | None
-    """The first id outside the vocabulary. If there is one, the blocks cannot be used."""
 
 
-_ANY_ID = np.iinfo(np.int32).max
 _NO_LIMIT = np.iinfo(np.int64).max
-_KEPT = 4 << 20
-"""Tokens that a thread keeps memory for from window to window."""
-_local = threading.local()
 
 
 class _Placed(NamedTuple):
@@ -158,17 +129,15 @@ def pack(
     offset: int = 0,
     last: bool,
     shuffle_key: int | None = None,
-    vocabulary: int = _ANY_ID,
 ) -> Packed:
     """Pack documents from the first on, until the window is full.
 
     Args:
-        batches: The documents. The offsets of every batch must cover its ids, which `Packing.total` checks.
+        batches: The documents, as `encode_named` gives them: their arrays are trusted.
         packing: The settings.
         offset: Tokens of the first document that are already delivered (concat only).
         last: There are no more documents: the last block of concat may be padded.
         shuffle_key: Key of the order of the blocks; in packing order if None.
-        vocabulary: Ids from this number on are reported in `Packed.unsound`.
     """
     encoded = np.concatenate([b.counts() for b in batches]) if batches else np.empty(0, np.int64)
     lengths = packing.lengths(encoded)
@@ -176,10 +145,9 @@ def pack(
         placed = place_best_fit(lengths, packing.seq_len, packing.blocks)
     else:
         placed = _place_in_a_row(lengths, packing.seq_len, packing.blocks, offset, last)
-    unsound = _first_unsound(batches, encoded, placed, packing, vocabulary)
     blocks = _lay(batches, lengths, placed, packing, shuffle_key)
     cut, empty = np.count_nonzero(np.bincount(placed.doc) > 1), np.count_nonzero(lengths[: placed.documents] == 0)
-    return Packed(blocks, placed.documents, placed.offset, int(cut), int(empty), unsound)
+    return Packed(blocks, placed.documents, placed.offset, int(cut), int(empty))
 
 
 def place_best_fit(lengths: np.ndarray, capacity: int, blocks: int = _NO_LIMIT) -> _Placed:
@@ -228,16 +196,22 @@ def _place_in_a_row(lengths: np.ndarray, capacity: int, blocks: int, offset: int
     return _Placed(doc, start, length, (begin - offset) // capacity, bins, used, left)
 
 
+def token_stream(batches: Sequence[TokenBatch], packing: Packing) -> np.ndarray:
+    """Return the tokens of all documents joined end to end, each between its BOS and EOS."""
+    stream = np.empty(sum(map(packing.total, batches)), np.int32)
+    bos, eos = (-1 if token is None else token for token in (packing.bos_id, packing.eos_id))
+    at = 0
+    for batch in batches:
+        at = join_documents(batch.ids, batch.offsets, bos, eos, stream, at)
+    return stream
+
+
 def _lay(
     batches: Sequence[TokenBatch], lengths: np.ndarray, placed: _Placed, packing: Packing, shuffle_key: int | None
 ) -> Blocks:
     """Make the blocks, in delivery order. The pieces of a block are in the order of documents."""
     first = np.cumsum(lengths) - lengths
-    stream = _scratch("stream", int(lengths.sum()))
-    at = 0
-    bos, eos = (-1 if token is None else token for token in (packing.bos_id, packing.eos_id))
-    for batch in batches:
-        at = join_documents(batch.ids, batch.offsets, bos, eos, stream, at)
+    stream = token_stream(batches, packing)
     count, pieces, block_of = placed.bins, len(placed.doc), placed.bin_of
     if shuffle_key is not None:
         order = Permutation(count, shuffle_key)
@@ -256,38 +230,11 @@ def _lay(
         row_count=np.empty(count, np.int64),
         hashes=np.empty((count, 2), np.uint64),
     )
-    stamps, ends = _scratch("stamps", 6 * count + int(placed.length.sum()) + 2 * pieces), np.empty(count, np.int64)
     lay_blocks(
         stream, first, lengths, piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, packing.pad_id,
-        blocks.tokens, blocks.piece_next, blocks.real, blocks.row_count, stamps, ends,
+        blocks.tokens, blocks.piece_next, blocks.real, blocks.row_count,
     )  # fmt: skip
-    view = stamps.data
-    found = [xxh3_128_digest(view[a:b]) for a, b in pairwise([0, *ends.tolist()])]
-    blocks.hashes[:] = np.frombuffer(b"".join(found), np.uint64).reshape(count, 2)
+    for b, (real, (begin, end)) in enumerate(zip(blocks.real.tolist(), pairwise(piece_ptr.tolist()), strict=True)):
+        content = content_hash(blocks.tokens[b, :real], blocks.piece_len[begin:end], blocks.piece_next[begin:end])
+        blocks.hashes[b] = np.frombuffer(content, np.uint64)
     return blocks
-
-
-def _scratch(name: str, size: int) -> np.ndarray:
-    """This thread's buffer of that name. It is used again, because fresh pages would cost more than packing."""
-    held = getattr(_local, name, None)
-    if held is None or len(held) < size or len(held) > _KEPT:
-        held = np.empty(size, np.int32)
-        setattr(_local, name, held)
-    return held[:size]
-
-
-def _first_unsound(
-    batches: Sequence[TokenBatch], encoded: np.ndarray, placed: _Placed, packing: Packing, vocabulary: int
-) -> Unsound | None:
-    """The first id outside the vocabulary, of the ids that are in a block."""
-    left = int(encoded[: placed.documents].sum()) + max(placed.offset - (packing.bos_id is not None), 0)
-    before = 0
-    for batch in batches:
-        ids = batch.ids[:left].view(np.uint32)  # a negative id is a large one
-        if len(ids) and int(ids.max()) >= vocabulary:
-            place = int(np.argmax(ids >= vocabulary))
-            document = int(np.searchsorted(batch.offsets, place, side="right")) - 1
-            return Unsound(before + document, place - int(batch.offsets[document]))
-        left -= len(ids)
-        before += len(batch)
-    return None

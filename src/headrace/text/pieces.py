@@ -80,7 +80,7 @@ class Pieces:
         """Return an encoder with the ids of `encode` that takes less memory for long texts."""
 
         def in_pieces(texts: Sequence[str]) -> TokenBatch:
-            if not texts or max(map(len, texts)) <= 2 * PIECE:
+            if max(map(len, texts)) <= 2 * PIECE:
                 return encode(texts)
             # Each by itself: an encoder takes the memory of all texts of a call.
             ids = [[encode([piece]).ids for piece in self._pieces_of(text)] for text in texts]

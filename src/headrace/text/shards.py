@@ -33,7 +33,7 @@ from headrace.files import open_container, publish, read_json, write_container
 from headrace.order import fingerprint_json
 from headrace.runtime.compiled import wait_for_kernels
 from headrace.text.block_layout import best_fit
-from headrace.text.pack import Packing, place_best_fit
+from headrace.text.pack import Packing, place_best_fit, token_stream
 from headrace.text.token_batch import TokenBatch
 
 MANIFEST = "manifest.json"
@@ -60,20 +60,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def lay_documents(batch: TokenBatch, packing: Packing, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return documents joined end to end, with BOS and EOS as the packing says, and the token count of each."""
-    lengths = packing.lengths(batch.counts()).astype(np.int64)
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    tokens = np.empty(total, dtype)
-    filled = lengths > 0
-    own = np.ones(total, dtype=bool)
-    if packing.bos_id is not None:
-        first = (ends - lengths)[filled]
-        tokens[first], own[first] = packing.bos_id, False
-    if packing.eos_id is not None:
-        last = ends[filled] - 1
-        tokens[last], own[last] = packing.eos_id, False
-    tokens[own] = batch.ids
-    return tokens, lengths
+    return token_stream([batch], packing).astype(dtype), packing.lengths(batch.counts())
 
 
 # ------------------------------------------------------------------------------------------------ shards

@@ -111,7 +111,7 @@ class BpeTokenizer:
         """The encoder that spot checks compare with; None where the reference itself encodes."""
 
     def encode(self, texts: Sequence[str]) -> TokenBatch:
-        return self._encode(texts)
+        return self._encode(texts) if texts else TokenBatch.of_counts(np.empty(0, np.int32), ())
 
     def refusal(self, text: str) -> str | None:
         """Return why a document is too long to be encoded; None if it is not."""

@@ -8,7 +8,6 @@ caps here. Of regular expressions only the length is checked: the libraries stop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -42,7 +41,7 @@ def check_tokenizer(text: bytes, name: str) -> None:
             raise ValueError(f"it has more than {_MAX_ADDED:,} added tokens")
         _check_ids(found["model"], added)
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-            steps = list(_steps(found.get(part)))
+            steps = _steps(found.get(part))
             _check_patterns(steps)
             if part == "normalizer":
                 _check_growth(steps)
@@ -70,21 +69,16 @@ def _check_ids(model: dict[str, Any], added: list[Any]) -> None:
         raise ValueError(f"it has an id of {max(ids):,} or below 0, and {len(vocab) + len(added):,} tokens")
 
 
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield a part and all parts inside it; ValueError if there are too many."""
-    waiting = [part] if isinstance(part, dict) else []
-    count = 0
-    while waiting:
-        step = waiting.pop()
-        count += 1
-        if count > _MAX_STEPS:
-            raise ValueError(f"it has more than {_MAX_STEPS} steps in one part")
-        yield step
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Return a part and all parts inside it; ValueError if there are too many."""
+    found = [part] if isinstance(part, dict) else []
+    for step in found:  # grows meanwhile
         for inner in step.values():
-            if isinstance(inner, list) and len(inner) <= _MAX_STEPS:
-                waiting += [i for i in inner if isinstance(i, dict) and "type" in i]
-            elif isinstance(inner, list) and any(isinstance(i, dict) and "type" in i for i in inner[: _MAX_STEPS + 1]):
-                raise ValueError(f"it has more than {_MAX_STEPS} steps in one part")
+            if isinstance(inner, list):
+                found += [i for i in inner if isinstance(i, dict) and "type" in i]
+        if len(found) > _MAX_STEPS:
+            raise ValueError(f"it has more than {_MAX_STEPS} steps in one part")
+    return found
 
 
 def _check_patterns(steps: list[dict[str, Any]]) -> None:

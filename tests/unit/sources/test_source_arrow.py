@@ -236,13 +236,11 @@ def test_a_batch_that_claims_more_rows_than_its_buffers_hold_is_refused_before_m
 
 
 def test_a_batch_that_claims_views_without_end_is_refused_before_memory_is_taken(tmp_path):
-    column = text_arrow._Column(
-        node=0, first_buffer=0, buffer_count=2, views_before=0, parents=(), read_as=pa.binary_view()
-    )
+    column = text_arrow._Column(arrays=((2, True),), parents=(), read_as=pa.binary_view())
     for views in ((2**62,), (-1,), ()):
         batch = Batch(rows=1, nodes=((1, 0),), buffers=((0, 0),) * 3, codec="", views=views)
         with pytest.raises(DataError, match=r"fewer than its schema|how many buffers its views have"):
-            column.buffers(RawFile(tmp_path / "d.arrow"), PlacedMessage(0, 100, 100, BATCH, b""), batch)
+            column.buffers(RawFile(tmp_path / "d.arrow"), PlacedMessage(0, 100, 100, BATCH, b"", batch))
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])

@@ -12,7 +12,6 @@ import pytest
 from headrace.errors import DataChanged, DataError
 from headrace.formats import parquet
 from headrace.formats.byte_file import RawFile
-from headrace.formats.parquet_footer import parse_footer
 from headrace.sources import Source, open_source
 
 TEXTS = ["a", "b\0", "", "é\u2028", "long " * 500]
@@ -195,14 +194,13 @@ def test_footers_of_many_shapes_say_what_pyarrow_says(tmp_path):
         "text": ["t", "u"],
     }
     pq.write_table(pa.table(columns_), tmp_path / "d.parquet", row_group_size=1)
-    raw = (tmp_path / "d.parquet").read_bytes()
-    footer = parse_footer(raw[-8 - int.from_bytes(raw[-8:-4], "little") : -8])
+    with RawFile(tmp_path / "d.parquet") as file:
+        read = parquet.ParquetFile(file)
+    footer = read.footer
     theirs = pq.read_metadata(tmp_path / "d.parquet")
-    assert [".".join(leaf.path) for leaf in footer.leaves] == [
-        c.path for c in map(theirs.schema.column, range(theirs.num_columns))
-    ]
-    assert {".".join(leaf.path): leaf.holds for leaf in footer.leaves}["b.c.d"] == "text"
-    assert [leaf.holds for leaf in footer.leaves].count("lists") == 2
+    assert [p.path for p in footer.pages[0]] == [c.path for c in map(theirs.schema.column, range(theirs.num_columns))]
+    assert {leaf.path: parquet.holds(leaf) for leaf in read.leaves}["b.c.d"] == "text"
+    assert list(map(parquet.holds, read.leaves)).count("lists") == 2
     assert footer.group_rows == (1, 1)
     for group, pages in enumerate(footer.pages):
         for index, ours in enumerate(pages):

@@ -100,7 +100,7 @@ def test_auto_always_finds_an_engine_and_takes_a_fast_one_for_plain_byte_level_b
         assert len(fallback.passed_over) == len(engines.ENGINES)
 
 
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=4))
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=4))
 def test_every_engine_that_is_used_gives_the_ids_of_the_reference(pairs, texts):
     for (kind, engine), tokenizer in pairs.items():
         found, expected = tokenizer.encode(texts), pairs[kind, "auto"]
@@ -108,6 +108,7 @@ def test_every_engine_that_is_used_gives_the_ids_of_the_reference(pairs, texts):
         wanted = reference(texts)
         assert found.ids.tolist() == wanted.ids.tolist(), (kind, engine)
         assert found.offsets.tolist() == wanted.offsets.tolist(), (kind, engine)
+        assert len(tokenizer.encode([])) == 0
 
 
 class Liar:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ValidationError
 
@@ -238,8 +239,6 @@ class _Layers:
         split = _OPTIONS.fullmatch(spec) if isinstance(spec, str) else None
         if split is None:
             return
-        from headrace.sources.spec import option_value  # imports numpy, which a config without options does not need
-
         options = [name for name in SourceSection.model_fields if name != "spec"]
         for option in split["options"].split("&"):
             name, _, text = option.partition("=")
@@ -252,7 +251,7 @@ class _Layers:
             elif name in table and not replaces:
                 self.report.add(path, f"{name} is set elsewhere too; keep one of the two", lifted)
             else:
-                self._put(path, _parsed(option_value(text), path, self.root), lifted)
+                self._put(path, _parsed(unquote(text), path, self.root), lifted)
         table["spec"] = split["spec"]
 
 
