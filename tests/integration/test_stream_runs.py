@@ -167,11 +167,11 @@ def two_files(tmp_path: Path, rows: int) -> tuple[str, Path]:
     import numpy as np
 
     (tmp_path / "cells" / "rna").mkdir(parents=True)
-    for file in ("a.npz", "b.npz"):
-        np.savez(tmp_path / "cells" / "rna" / file, x=np.ones((rows, 4), np.float32))
+    for file in ("a.npy", "b.npy"):
+        np.save(tmp_path / "cells" / "rna" / file, np.ones((rows, 4), np.float32))
     config = tmp_path / "c.toml"
     config.write_text(f'[run]\nsteps = 20\n[streams]\nroots = ["{tmp_path}/cells"]\nbatch_size = {rows // 10}\n')
-    return str(config), tmp_path / "cells" / "rna" / "b.npz"
+    return str(config), tmp_path / "cells" / "rna" / "b.npy"
 
 
 def change_byte(path: Path, at: int) -> None:
@@ -188,7 +188,7 @@ def test_a_resume_over_one_other_value_in_a_file_of_the_same_size_and_time_is_re
     config, path = two_files(tmp_path, 40)
     run(config, str(tmp_path / "run"), "--run.stop_after", "3")
     change_byte(path, 600)
-    with pytest.raises(CursorMismatch, match=r"cannot resume .* at step 3: .*\(data: rna/b\.npz has other content\)"):
+    with pytest.raises(CursorMismatch, match=r"cannot resume .* at step 3: .*\(data: rna/b\.npy has other content\)"):
         run("", str(tmp_path / "run"))
 
 
@@ -200,7 +200,7 @@ def test_a_value_that_changed_between_the_sampled_blocks_of_a_large_file_is_refu
     sampled = sampled_offsets(path.stat().st_size)
     change_byte(path, next(at for at in range(1 << 16, 1 << 19, 1 << 16) if at not in sampled))  # of the first draw
     run("", str(tmp_path / "run"))
-    with pytest.raises(DataChanged, match=r"rows \S+ to \S+ of \S+/rna/b\.npz are not the cells that were read"):
+    with pytest.raises(DataChanged, match=r"rows \S+ to \S+ of \S+/rna/b\.npy are not the cells that were read"):
         run("", str(tmp_path / "run"), "--run.steps", "40")
 
 
