@@ -97,7 +97,7 @@ def picks() -> None:
 
 def weighted() -> None:
     for slots in (8, 512):
-        pool = [Slice(stream=i, end=1000 + i, position=0, per_pick=1) for i in range(slots)]
+        pool = [Slice(stream=i, end=1000 + i, position=0, per_pick=1, remaining=1000 + i) for i in range(slots)]
         steps = itertools.count()
         ours = microseconds(
             lambda pool=pool, steps=steps: choose("weighted", pool, key=7, step=next(steps), turn=0), 4000

@@ -53,10 +53,10 @@ def choose(mode: PickMode, slots: Sequence[Slice], *, key: int, step: int, turn:
     return 0
 
 
-def due_time(one: Slice, position: int) -> int:
-    """Virtual time of a slice's pick that begins at row `position`."""
+def due_time(one: Slice, position: int, remaining: int) -> int:
+    """Virtual time of a slice's pick that begins at row `position`, with so many picks remaining."""
     taken = picks_of(position, one.per_pick)
-    return one.entry + ((taken << UNIT_BITS) + one.phase) // (taken + picks_of(one.end - position, one.per_pick))
+    return one.entry + ((taken << UNIT_BITS) + one.phase) // (taken + remaining)
 
 
 def promised_shares(mode: PickMode, picks: Sequence[int]) -> Sequence[int]:

@@ -135,7 +135,8 @@ class LanePool:
         stop = min(one.position + one.per_pick, one.end)
         held = True
         if stop < one.end:
-            slots[slot] = one._replace(position=stop, due=due_time(one, stop))
+            left = one.remaining - 1
+            slots[slot] = one._replace(position=stop, remaining=left, due=due_time(one, stop, left))
         elif (waiting := self._take()) is not None:
             slots[slot] = self._admitted(*waiting, state.clock)
         else:
@@ -186,11 +187,12 @@ class LanePool:
         state = self.state
         phase = derive(derive(self._pick_key, ~state.epoch), stream) >> (64 - UNIT_BITS)
         state.admitted += 1
+        rows, per_pick = self._table.rows[stream], self._per_pick[stream]
         one = Slice(
-            stream, self._table.rows[stream], position, self._per_pick[stream], entry=entry, phase=phase,
+            stream, rows, position, per_pick, picks_of(rows - position, per_pick), entry=entry, phase=phase,
             ordinal=state.admitted - 1, last=state.step,
         )  # fmt: skip
-        return one._replace(due=due_time(one, position))
+        return one._replace(due=due_time(one, position, one.remaining))
 
     # ---------------------------------------------------------------------------------------------- state
 

@@ -9,10 +9,10 @@ A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from headrace.mix.streams import StreamTable, picks_of
+from headrace.mix.streams import StreamTable
 
 
 class Slice(NamedTuple):
@@ -23,6 +23,8 @@ class Slice(NamedTuple):
     position: int
     """Next row to read."""
     per_pick: int
+    remaining: int
+    """Picks left."""
     entry: int = 0
     """Virtual time at which it came into the pool (pick.py)."""
     phase: int = 0
@@ -33,11 +35,6 @@ class Slice(NamedTuple):
     """Number of the lane's draw that picked it last, or that brought it into the pool. Not saved: waiting times begin anew at a resume."""
     due: int = 0
     """Virtual time of its next pick."""
-
-    @property
-    def remaining(self) -> int:
-        """Picks left."""
-        return picks_of(self.end - self.position, self.per_pick)
 
 
 class Draw(NamedTuple):
@@ -98,7 +95,10 @@ class LaneState:
     """Streams whose next row is not the first of this epoch: (epoch, row). From a resume on other lanes."""
 
     def copy(self) -> LaneState:
-        return replace(self, slots=self.slots.copy(), parked=self.parked.copy(), ahead=self.ahead.copy())
+        return LaneState(
+            step=self.step, epoch=self.epoch, queue=self.queue, band=self.band, index=self.index, admitted=self.admitted, clock=self.clock,
+            turn=self.turn, slots=self.slots.copy(), parked=self.parked.copy(), ahead=self.ahead.copy(),
+        )  # fmt: skip
 
     def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
         """The state as JSON. Entries are relative to the virtual clock, so equal places give equal states."""

@@ -13,7 +13,6 @@ as long as the run lasts (`loader.windows`). `auto` takes the first of `ENGINES`
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from headrace.errors import TokenizerError
 from headrace.formats.byte_file import first_line
@@ -284,7 +284,7 @@ def proof_sample(definition: bytes) -> list[str]:
 
 def _added_tokens(definition: bytes) -> list[str]:
     try:
-        return [str(t["content"]) for t in json.loads(definition).get("added_tokens") or ()]
+        return [str(t["content"]) for t in orjson.loads(definition).get("added_tokens") or ()]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
 

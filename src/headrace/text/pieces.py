@@ -15,11 +15,11 @@ Any other tokenizer encodes a document as a whole. `Pieces.refusal` says so of a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
 import numpy as np
+import orjson
 
 from headrace.text.engines import GPT2_PATTERN, Encode, split_pattern
 from headrace.text.token_batch import TokenBatch
@@ -45,7 +45,7 @@ class Pieces:
     """The places where documents may be cut for one tokenizer, whose tokenizer.json is `definition`."""
 
     def __init__(self, definition: bytes) -> None:
-        added = _cuttable(json.loads(definition))
+        added = _cuttable(orjson.loads(definition))
         self.exact = added is not None
         """Whether documents may be cut at all."""
         self._added = added or ()
