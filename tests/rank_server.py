@@ -101,7 +101,7 @@ def be_rank(rank: int, world: int, folder: Path, scenario: str, arguments: dict[
     (folder / f"rank-{rank}.tmp").write_text(json.dumps(told))
     (folder / f"rank-{rank}.tmp").rename(folder / f"rank-{rank}.json")
     if scenario == "lost":
-        # Whoever noticed stays, connected, until all have: else its own exit is what tells the ranks further away.
+        # A rank that noticed the loss stays connected until all ranks have: its own exit would otherwise be what they notice.
         others = [folder / f"rank-{n}.json" for n in range(world) if n != arguments["victim"]]
         end = time.monotonic() + 60
         while not all(path.exists() for path in others) and time.monotonic() < end:
